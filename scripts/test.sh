@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Set up, then lint, type-check and test: scripts/test.sh [--torch VERSION] [pytest arguments]
+# --torch runs the tests with another torch release, in an environment of its own.
+set -euo pipefail
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+source "$root/scripts/env.sh"
+venv=$root/.venv
+options=(--extra dev)
+if [[ ${1:-} == --torch ]]; then
+  [[ -n ${2:-} ]] || { echo "error: --torch: expected a version, e.g. 2.14.1" >&2; exit 2; }
+  options+=(--torch "$2")
+  venv=$root/.venv-torch-$2
+  shift 2
+fi
+ensure_env "${options[@]}"
+cd "$root"
+echo "test: ruff and mypy"
+"$venv/bin/ruff" check --quiet .
+"$venv/bin/ruff" format --check --quiet .
+"$venv/bin/mypy" --no-error-summary
+echo "test: pytest"
+exec "$venv/bin/python" -m pytest "$@"

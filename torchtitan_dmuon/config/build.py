@@ -1,0 +1,174 @@
+"""A checked job -> torchtitan's Trainer.Config."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    MemoryBudgetAC,
+    SelectiveAC,
+)
+
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.config.manager import Job
+from torchtitan_dmuon.config.schema import Data, JobConfig, TrainData
+from torchtitan_dmuon.data import (
+    CorpusTokenizer,
+    VocabOnlyTokenizer,
+    loader_config,
+    register_datasets,
+)
+from torchtitan_dmuon.models.init import make_init_layout_independent
+from torchtitan_dmuon.models.registry import get_model_spec
+from torchtitan_dmuon.parallelize import with_modes
+from torchtitan_dmuon.trainer import Trainer
+
+
+def _attention(config: JobConfig, device: str) -> str:
+    chosen = config.model.attn_backend
+    if chosen != "auto":
+        return chosen
+    # Flex attention has no backward on a CPU; SDPA's mask is quadratic, so GPUs take flex.
+    return "sdpa" if device == "cpu" else "flex"
+
+
+def _optimizer(config: JobConfig) -> OptimizersContainer.Config:
+    o = config.optimizer
+    everything_else = ParamGroupConfig(
+        pattern=r".*",
+        optimizer_name=o.name,
+        optimizer_kwargs={
+            "lr": o.lr,
+            "betas": tuple(o.betas),
+            "eps": o.eps,
+            "weight_decay": o.weight_decay,
+        },
+    )
+    return OptimizersContainer.Config(
+        param_groups=[*o.param_groups, everything_else], implementation=o.implementation
+    )
+
+
+def _loss(config: JobConfig, vocab_size: int) -> BaseLoss.Config:
+    cross_entropy = CrossEntropyLoss.Config(global_vocab_size=vocab_size)
+    if config.loss.name == "cross_entropy":
+        return cross_entropy
+    return ChunkedLossWrapper.Config(num_chunks=config.loss.num_chunks, loss_fn=cross_entropy)
+
+
+def _activation_checkpoint(config: JobConfig) -> ActivationCheckpointing.Config | None:
+    a = config.activation_checkpoint
+    common = {
+        "preserve_rng_state": a.preserve_rng_state,
+        "determinism_check": a.determinism_check,
+        "debug": a.debug,
+    }
+    match a.mode:
+        case "none":
+            return None
+        case "full":
+            return FullAC.Config(**common)
+        case "selective":
+            return SelectiveAC.Config(
+                force_recompute_mm_shapes_by_fqns=a.force_recompute_mm_shapes_by_fqns, **common
+            )
+        case "memory_budget":
+            return MemoryBudgetAC.Config(
+                memory_budget=a.memory_budget,
+                visualize_memory_budget_pareto=a.visualize_memory_budget_pareto,
+                **common,
+            )
+
+
+def _tokenizer(config: JobConfig, vocab_size: int) -> BaseTokenizer.Config:
+    if config.hf_assets_path:
+        return HuggingFaceTokenizer.Config()
+    data = config.dataloader
+    if data.dataset == "random_tokens":
+        return VocabOnlyTokenizer.Config(vocab_size=vocab_size)
+    return CorpusTokenizer.Config(
+        vocab_size=config.tokenizer.vocab_size,
+        dataset=data.dataset,
+        dataset_path=data.dataset_path,
+        text_key=data.text_key,
+        cache_folder=data.cache_folder,
+    )
+
+
+def _loader(data: Data, seed: int, shuffle: bool) -> BaseDataLoader.Config:
+    return loader_config(
+        data.dataset,
+        data.dataset_path,
+        text_key=data.text_key,
+        seed=seed,
+        shuffle=shuffle,
+        infinite=data.infinite,
+        cache_folder=data.cache_folder,
+    )
+
+
+def _train_loader(data: TrainData) -> BaseDataLoader.Config:
+    return _loader(data, data.seed, data.shuffle)
+
+
+def _checkpoint(config: CheckpointManager.Config) -> CheckpointManager.Config:
+    # Without a path to load from this flag means nothing, and torchtitan warns of just that each
+    # time the dataclass is built.
+    if config.initial_load_path is None and not config.initial_load_in_hf:
+        return dataclasses.replace(config, initial_load_model_only=False)
+    return config
+
+
+def build(job: Job, device: str) -> Trainer.Config:
+    """Turn a job that passed `check` into the config that `.build()` makes a trainer of.
+
+    Args:
+        job: The resolved job.
+        device: "cuda" or "cpu", what the ranks run on.
+
+    Raises:
+        ConfigError: torchtitan's own cross-checks of sections refuse the job.
+    """
+    config = job.config
+    register_datasets()
+    backend = _attention(config, device)
+    spec = with_modes(get_model_spec(config.model.name, config.model.flavor, attn_backend=backend))
+    make_init_layout_independent(spec.model)
+    vocab_size = spec.model.vocab_size
+    try:
+        return Trainer.Config(
+            model_spec=spec,
+            hf_assets_path=config.hf_assets_path,
+            dump_folder=config.dump_folder,
+            profiler=config.profiler,
+            metrics=config.metrics,
+            tokenizer=_tokenizer(config, vocab_size),
+            dataloader=_train_loader(config.dataloader),
+            optimizer=_optimizer(config),
+            lr_scheduler=config.lr_scheduler,
+            training=config.training,
+            parallelism=config.parallelism,
+            checkpoint=_checkpoint(config.checkpoint),
+            activation_checkpoint=_activation_checkpoint(config),
+            compile=config.compile,
+            comm=config.comm,
+            validator=Validator.Config(
+                enable=config.validator.enable,
+                freq=config.validator.freq,
+                steps=config.validator.steps,
+                dataloader=_loader(config.validator.data, seed=0, shuffle=False),
+            ),
+            debug=config.debug,
+            override=config.override,
+            loss=_loss(config, vocab_size),
+        )
+    except (ValueError, AssertionError) as e:
+        raise ConfigError(f"{job.source.path}: {' '.join(str(e).split())}") from e

@@ -1,0 +1,211 @@
+"""What a job must satisfy beyond the type of each key, checked before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.config.manager import Job
+from torchtitan_dmuon.config.schema import torch_knows_spmd_types
+from torchtitan_dmuon.data import check_data
+from torchtitan_dmuon.models.registry import get_model_spec
+
+_FACTORS = {
+    "data_parallel_replicate_degree": "replicate",
+    "data_parallel_shard_degree": "shard",
+    "context_parallel_degree": "context",
+    "tensor_parallel_degree": "tensor",
+    "pipeline_parallel_degree": "pipeline",
+}
+
+_AT_LEAST_ONE = (
+    "training.local_batch_size",
+    "training.seq_len",
+    "training.steps",
+    "training.gc_freq",
+    "metrics.log_freq",
+    "tokenizer.vocab_size",
+    "loss.num_chunks",
+    "validator.freq",
+    "validator.steps",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
+    "profiler.profile_freq",
+    "parallelism.expert_parallel_degree",
+)
+
+
+def _get(job: Job, key: str) -> float:
+    value: object = job.config
+    for name in key.split("."):
+        value = getattr(value, name)
+    assert isinstance(value, int | float)
+    return value
+
+
+def degrees(job: Job) -> int | None:
+    """Return the number of ranks that the degrees multiply to, or None if one is left open (-1).
+
+    Raises:
+        ConfigError: a degree that is not a positive number (or -1 for the shard degree).
+    """
+    product, is_open = 1, False
+    for name in _FACTORS:
+        key = f"parallelism.{name}"
+        value = int(_get(job, key))
+        if value == -1 and name == "data_parallel_shard_degree":
+            is_open = True
+        elif value < 1:
+            allowed = "at least 1" + (", or -1 for all that is left" if "shard" in name else "")
+            raise ConfigError(f"{job.at(key)}: expected {allowed}, got {value}")
+        else:
+            product *= value
+    return None if is_open else product
+
+
+def _check_world(job: Job, world_size: int) -> int:
+    """Check that the degrees fit the world. Returns the number of data-parallel ranks."""
+    fixed = degrees(job)
+    p = job.config.parallelism
+    shown = " x ".join(f"{getattr(p, name)} {label}" for name, label in _FACTORS.items())
+    model_parallel = (
+        p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
+    )
+    if fixed is None:
+        least = p.data_parallel_replicate_degree * model_parallel
+        if world_size % least:
+            raise ConfigError(
+                f"{job.at('parallelism')}: {world_size} ranks are not a multiple of {least}, "
+                f"the product of the given degrees ({shown})"
+            )
+    elif fixed != world_size:
+        raise ConfigError(
+            f"{job.at('parallelism')}: the degrees ({shown}) need {fixed} ranks, but the job has "
+            f"{world_size}; set NGPU={fixed} or --parallelism.data_parallel_shard_degree -1"
+        )
+    return world_size // model_parallel
+
+
+def _check_numbers(job: Job) -> None:
+    for key in _AT_LEAST_ONE:
+        if _get(job, key) < 1:
+            raise ConfigError(f"{job.at(key)}: expected at least 1, got {_get(job, key)}")
+    for key in ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "training.max_norm"):
+        if not 0 <= _get(job, key) < float("inf"):
+            raise ConfigError(f"{job.at(key)}: expected a number >= 0, got {_get(job, key)}")
+    for beta in job.config.optimizer.betas:
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{job.at('optimizer.betas')}: expected 0 <= beta < 1, got {beta}")
+    schedule = job.config.lr_scheduler
+    if schedule.warmup_steps < 0:
+        raise ConfigError(
+            f"{job.at('lr_scheduler.warmup_steps')}: expected 0 or more, got {schedule.warmup_steps}"
+        )
+    for name in ("decay_ratio", "min_lr_factor"):
+        value = getattr(schedule, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"{job.at(f'lr_scheduler.{name}')}: expected 0 to 1, got {value}")
+
+
+def _check_batch(job: Job, data_parallel: int) -> None:
+    training = job.config.training
+    per_pass = training.local_batch_size * data_parallel
+    total = training.global_batch_size
+    if total != -1 and (total < 1 or total % per_pass):
+        raise ConfigError(
+            f"{job.at('training.global_batch_size')}: expected a multiple of local_batch_size x "
+            f"data-parallel ranks = {training.local_batch_size} x {data_parallel} = {per_pass}, "
+            f"or -1, got {total}"
+        )
+
+
+def _check_device(job: Job, device: str) -> None:
+    wanted, backend = job.config.device, job.config.model.attn_backend
+    if wanted != "auto" and wanted != device:
+        raise ConfigError(
+            f'{job.at("device")}: "{wanted}" is asked for, but these ranks run on {device}; '
+            "run_train.sh chooses the device, plain torchrun takes GPUs unless "
+            "CUDA_VISIBLE_DEVICES is empty"
+        )
+    if device != "cpu":
+        return
+    if backend not in ("auto", "sdpa"):
+        raise ConfigError(
+            f'{job.at("model.attn_backend")}: "{backend}" does not train on a CPU; expected "sdpa" '
+            'or "auto"'
+        )
+    if not job.config.training.disable_cuda_graphs:
+        raise ConfigError(
+            f"{job.at('training.disable_cuda_graphs')}: there are no CUDA graphs on a CPU; expected true"
+        )
+
+
+def _check_model(job: Job) -> None:
+    config = job.config
+    try:
+        spec = get_model_spec(config.model.name, config.model.flavor, attn_backend="sdpa")
+    except ValueError as e:
+        key = "model.flavor" if "flavor" in str(e) else "model.name"
+        raise ConfigError(f"{job.at(key)}: {e}") from e
+    longest = spec.model.max_seq_len
+    if config.training.seq_len > longest:
+        raise ConfigError(
+            f"{job.at('training.seq_len')}: {config.training.seq_len} is more than the {longest} "
+            f"that {config.model.name} {config.model.flavor} supports"
+        )
+    vocabulary = spec.model.vocab_size
+    if not config.hf_assets_path and config.tokenizer.vocab_size > vocabulary:
+        raise ConfigError(
+            f"{job.at('tokenizer.vocab_size')}: {config.tokenizer.vocab_size} is more than the "
+            f"model's {vocabulary}"
+        )
+    if config.parallelism.spmd_backend == "spmd_types" and not torch_knows_spmd_types():
+        raise ConfigError(
+            f"{job.at('parallelism.spmd_backend')}: spmd_types needs torch 2.14 or newer; expected "
+            '"partial_dtensor" with this torch'
+        )
+
+
+def _paths(job: Job) -> Iterator[tuple[str, str]]:
+    config = job.config
+    if config.hf_assets_path:
+        yield "hf_assets_path", config.hf_assets_path
+    if config.checkpoint.initial_load_path and "://" not in config.checkpoint.initial_load_path:
+        yield "checkpoint.initial_load_path", config.checkpoint.initial_load_path
+
+
+def _check_files(job: Job) -> None:
+    for key, path in _paths(job):
+        if not Path(path).is_dir():
+            raise ConfigError(f"{job.at(key)}: no such folder: {path}")
+    sections = [("dataloader", job.config.dataloader)]
+    if job.config.validator.enable:
+        sections.append(("validator.data", job.config.validator.data))  # type: ignore[arg-type]
+    for section, data in sections:
+        try:
+            check_data(data.dataset, data.dataset_path)
+        except ValueError as e:
+            key = "dataset_path" if data.dataset_path else "dataset"
+            raise ConfigError(f"{job.at(f'{section}.{key}')}: {e}") from e
+
+
+def check(job: Job, world_size: int, device: str) -> None:
+    """Raise ConfigError for the first thing that would make the job fail.
+
+    Args:
+        job: The resolved job.
+        world_size: Ranks of the whole job.
+        device: "cuda" or "cpu", what the ranks run on.
+    """
+    _check_numbers(job)
+    _check_device(job, device)
+    _check_model(job)
+    _check_batch(job, _check_world(job, world_size))
+    _check_files(job)
+    checkpoint = job.config.checkpoint
+    if checkpoint.create_seed_checkpoint and (world_size != 1 or not checkpoint.enable):
+        raise ConfigError(
+            f"{job.at('checkpoint.create_seed_checkpoint')}: a seed checkpoint is made by one rank "
+            "with checkpoint.enable = true; set NGPU=1 and all degrees to 1"
+        )

@@ -1,0 +1,140 @@
+"""Reads a job: command line over config file over defaults."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import tyro
+from torchtitan.config.manager import ConfigManager, custom_registry
+
+from torchtitan_dmuon.config import toml_io
+from torchtitan_dmuon.config.errors import ConfigError, nearest
+from torchtitan_dmuon.config.schema import JobConfig
+
+CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "train_configs"
+DEFAULT_CONFIG = "debug_hsdp_z2.toml"
+
+_DESCRIPTION = """\
+Train from a TOML job config. --config takes a path or the name of a file in train_configs/
+(default: debug_hsdp_z2.toml); every key below can be set in the file, in its [section], or
+here as --section.key value, which wins. --print-config shows the result as TOML and stops."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A resolved job and where its values come from."""
+
+    config: JobConfig
+    source: toml_io.Source
+    overridden: frozenset[str]
+    """Dotted keys given on the command line."""
+    print_config: bool
+
+    def at(self, key: str) -> str:
+        """Say where a key was set, for messages."""
+        if key in self.overridden:
+            return f"--{key}"
+        located = self.source.at(key)
+        return located if located != f"{self.source.path}: {key}" else f"{located} (default)"
+
+
+def find_config(name: str) -> Path:
+    """Resolve `--config`: an existing path, or a file of train_configs/ with or without suffix.
+
+    Raises:
+        ConfigError: naming the nearest file that exists.
+    """
+    folder_names = [name] if name.endswith(".toml") else [name, f"{name}.toml"]
+    candidates = [Path(n) for n in folder_names]
+    if os.sep not in name:
+        candidates += [CONFIG_FOLDER / n for n in folder_names]
+    for path in candidates:
+        if path.is_file():
+            return path
+    if Path(name).is_dir():
+        raise ConfigError(f"--config {name}: is a folder; expected a TOML file")
+    known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml"))
+    close = nearest(Path(name).name, known)
+    raise ConfigError(
+        f"--config {name}: no such file{close} (in train_configs/: {', '.join(known)})"
+    )
+
+
+def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Take `--option value` or `--option=value` out of the arguments; the last one wins."""
+    value, rest = None, []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == option:
+            value = next(remaining, None)
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"{option}: expected a value")
+        elif argument.startswith(option + "="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
+    """Resolve a job from command-line arguments, without the program's name.
+
+    Args:
+        arguments: `[--config FILE] [--print-config] [--section.key value ...]`.
+        quiet: Print no command-line errors and no help (ranks other than 0).
+
+    Raises:
+        ConfigError: a mistake in the file, or in a value given on the command line.
+        SystemExit: status 2 for an unknown or malformed option (tyro has printed why), 0 for
+            `--help`.
+    """
+    name, rest = _take(arguments, "--config")
+    print_config = "--print-config" in rest
+    rest = [a for a in rest if a != "--print-config"]
+    path = find_config(name or DEFAULT_CONFIG)
+    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    with _without_warnings():
+        table, source = toml_io.read(path, shown)
+        from_file = toml_io.merge(JobConfig(), table, source)
+        ConfigManager()  # registers torchtitan's rules for lists on the command line
+        config = tyro.cli(
+            JobConfig,
+            args=rest,
+            default=from_file,
+            registry=custom_registry,
+            description=_DESCRIPTION,
+            prog="run_train.sh",
+            use_underscores=True,
+            console_outputs=not quiet,
+        )
+    overridden = frozenset(
+        a[2:].partition("=")[0].replace("-", "_") for a in rest if a.startswith("--")
+    )
+    return Job(config, source, overridden, print_config)
+
+
+def print_config(config: JobConfig) -> None:
+    """Print a resolved config as TOML that loads back to the same config."""
+    with _without_warnings():
+        default = JobConfig()
+    sys.stdout.write(toml_io.dumps(toml_io.to_table(config, default)))
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hold back what torchtitan's dataclasses log about their own defaults while being built.
+
+    They log again when the trainer builds them, once, with the final values.
+    """
+    root = logging.getLogger()
+    disabled, root.disabled = root.disabled, True
+    try:
+        yield
+    finally:
+        root.disabled = disabled

@@ -1,0 +1,1 @@
+"""Model families this package trains, and initialisation that ignores the sharding."""

@@ -1,0 +1,103 @@
+"""The published sizes of Qwen2.5, and a small one for tests and CPU runs.
+
+Each entry follows the ``config.json`` of the *base* model on the Hugging Face hub. The instruct
+models have the same shapes but all publish ``max_position_embeddings = 32768``, and the 32B one
+publishes ``rms_norm_eps = 1e-6``.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["QWEN2_5_SIZES", "Qwen2_5Size"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen2_5Size:
+    """Shape of one Qwen2.5 model.
+
+    Raises:
+        ValueError: ``n_heads`` does not divide ``dim``, ``n_kv_heads`` does not divide
+            ``n_heads``, or the head dimension is odd (RoPE rotates pairs).
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    """Inner width of the SwiGLU feed-forward."""
+    vocab_size: int
+    """Rows of the embedding, including the unused rows that pad the tokenizer's vocabulary."""
+    tied: bool
+    """Whether the embedding and the output head are one parameter."""
+    max_seq_len: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.dim % self.n_heads or self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads ({self.n_heads}) must divide dim ({self.dim}) and be a multiple of "
+                f"n_kv_heads ({self.n_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head dimension must be even, got {self.head_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+QWEN2_5_SIZES: dict[str, Qwen2_5Size] = {
+    # 1.26M parameters: four CPU ranks on two cores train it in well under a second per step.
+    "debug": Qwen2_5Size(
+        dim=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=352,
+        vocab_size=2048,
+        tied=False,
+        max_seq_len=32768,
+    ),
+    "0.5B": Qwen2_5Size(
+        dim=896,
+        n_layers=24,
+        n_heads=14,
+        n_kv_heads=2,
+        hidden_dim=4864,
+        vocab_size=151936,
+        tied=True,
+        max_seq_len=32768,
+    ),
+    "1.5B": Qwen2_5Size(
+        dim=1536,
+        n_layers=28,
+        n_heads=12,
+        n_kv_heads=2,
+        hidden_dim=8960,
+        vocab_size=151936,
+        tied=True,
+        max_seq_len=131072,
+    ),
+    "7B": Qwen2_5Size(
+        dim=3584,
+        n_layers=28,
+        n_heads=28,
+        n_kv_heads=4,
+        hidden_dim=18944,
+        vocab_size=152064,
+        tied=False,
+        max_seq_len=131072,
+    ),
+    "32B": Qwen2_5Size(
+        dim=5120,
+        n_layers=64,
+        n_heads=40,
+        n_kv_heads=8,
+        hidden_dim=27648,
+        vocab_size=152064,
+        tied=False,
+        max_seq_len=131072,
+        # The base 14B, 32B and 72B models publish 1e-5 where the smaller ones publish 1e-6.
+        norm_eps=1e-5,
+    ),
+}
