@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the virtual environment of this checkout, once: what run_train.sh and scripts/test.sh do first.
+"""Make the virtual environment of this checkout: what run_train.sh and scripts/test.sh do first.
 
 Standard library only. Prints nothing when the environment is up to date. Two set-ups at the same
 time are safe: the second waits for the first.
@@ -57,7 +57,7 @@ def run(command: list[str], log: Path, what: str) -> None:
         out.write(f"$ {' '.join(command)}\n")
         out.flush()
         done = subprocess.run(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            command, check=False, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
     if done.returncode != 0:
         lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
@@ -100,7 +100,8 @@ def works(python: Path) -> bool:
     """Whether this is the Python of a whole environment, not of one that was killed half-way."""
     if not python.exists():
         return False
-    return subprocess.run([python, "-c", "import pip"], capture_output=True).returncode == 0
+    done = subprocess.run([python, "-c", "import pip"], check=False, capture_output=True)
+    return done.returncode == 0
 
 
 def read_stamp(path: Path) -> dict[str, object]:
@@ -121,12 +122,6 @@ def main() -> int:
     options = parser.parse_args()
     default = ROOT / (f".venv-torch-{options.torch}" if options.torch else ".venv")
     venv = (options.venv or default).absolute()
-    if sys.version_info < (3, 11):
-        print(
-            f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}",
-            file=sys.stderr,
-        )
-        return 2
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{venv}.lock", "w") as lock:

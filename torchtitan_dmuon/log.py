@@ -13,13 +13,17 @@ _DETAILED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _ForPeople(logging.Filter):
-    """Let through this project's own lines, validation losses, and every warning."""
+    """Let through this project's own lines, validation losses, and every warning that helps."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        # torchtitan sets these NCCL variables whatever torchrun set them to before.
+        if message.startswith("ENV["):
+            return False
         return (
             record.levelno >= logging.WARNING
             or record.name.startswith("torchtitan_dmuon")
-            or "validate step:" in record.getMessage()
+            or "validate step:" in message
         )
 
 

@@ -36,6 +36,7 @@ class ProgressMetrics(MetricsProcessor):
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        self.time_last_log: float
         self.total_steps: int | None = None
         self._last_step: int | None = None
         # Exponential mean of the seconds of a step; the first step (lazy set-up) is left out.
@@ -132,4 +133,5 @@ class ProgressMetrics(MetricsProcessor):
             (c.cyan, "mfu", f"{metrics['mfu(%)']:.1f}%" if "mfu(%)" in metrics else ""),
             (c.yellow, "left", left),
         ]
-        return "  ".join(f"{color}{name}: {v}" for color, name, v in fields if v) + c.reset
+        text = "  ".join(f"{color}{name}: {v}" for color, name, v in fields if v)
+        return f"{text}{c.reset}"

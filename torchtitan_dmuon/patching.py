@@ -66,7 +66,7 @@ class PatchSet:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was applied: the digest of the patch set, and per file its original text and new hash."""
+    """What was applied: the patch set's digest, and per file its original text and new hash."""
 
     digest: str
     originals: dict[str, bytes]
@@ -122,7 +122,8 @@ class Installation:
     """
 
     def __init__(self, site: Path | None = None) -> None:
-        found = metadata.distributions(name="torchtitan", **({"path": [str(site)]} if site else {}))
+        path = sys.path if site is None else [str(site)]
+        found = metadata.distributions(name="torchtitan", path=path)
         distribution = next(iter(found), None)
         if distribution is None:
             where = f" in {site}" if site else ""
@@ -237,6 +238,7 @@ def _patched(originals: dict[str, bytes], patches: PatchSet) -> dict[str, bytes]
         for patch in patches.patches:
             done = subprocess.run(
                 ["git", "apply", "--whitespace=nowarn", str(patch)],
+                check=False,
                 cwd=folder,
                 env=environment,
                 capture_output=True,
@@ -262,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of scripts/apply_patches.py. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="apply_patches.py",
-        description=f"Apply this project's patches to the installed torchtitan {TORCHTITAN_VERSION}.",
+        description=f"Patch the installed torchtitan {TORCHTITAN_VERSION} for this project.",
         epilog="Exit status: 0 done (or --check: applied), 1 --check: not applied, 2 error.",
     )
     action = parser.add_mutually_exclusive_group()
@@ -284,9 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{where}: {'restored' if done else 'was not patched'}")
         else:
             done = installation.apply(patches)
-            print(
-                f"{where}: {len(patches.patches)} patches {'applied' if done else 'already applied'}"
-            )
+            how = "applied" if done else "already applied"
+            print(f"{where}: {len(patches.patches)} patches {how}")
     except PatchError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

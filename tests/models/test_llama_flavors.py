@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torchtitan_dmuon.models.registry import get_model_spec
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from torchtitan_dmuon.models.registry import get_model_spec
 
 
 def _on_meta(flavor: str) -> Any:

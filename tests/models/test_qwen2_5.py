@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
 from torchtitan_dmuon.models.qwen2_5 import (
     QWEN2_5_SIZES,
     Qwen2_5Size,
@@ -12,7 +14,6 @@ from torchtitan_dmuon.models.qwen2_5 import (
     qwen2_5_config,
 )
 from torchtitan_dmuon.models.registry import get_model_spec
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 ATOL = 1e-5
 BATCH, LENGTH = 2, 24
@@ -206,7 +207,7 @@ def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_initialisation_is_qwens(tied: bool) -> None:
-    """Weights start at std 0.02, residual outputs at 0.02 / sqrt(2 layers), biases at 0, norms 1."""
+    """Std 0.02, residual outputs 0.02 / sqrt(2 layers), biases 0, norms 1, tied or not."""
     size = Qwen2_5Size(
         dim=128,
         n_layers=2,

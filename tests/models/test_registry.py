@@ -3,6 +3,7 @@
 import pytest
 from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.qwen3 import qwen3_configs
+
 from torchtitan_dmuon.models.registry import get_model_spec, model_flavors, model_names
 
 

@@ -17,10 +17,12 @@ from torchtitan.distributed.activation_checkpoint import (
     SelectiveAC,
 )
 
+from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import Data, JobConfig, TrainData
 from torchtitan_dmuon.data import (
+    RANDOM_TOKENS,
     CorpusTokenizer,
     VocabOnlyTokenizer,
     loader_config,
@@ -92,12 +94,13 @@ def _tokenizer(config: JobConfig, vocab_size: int) -> BaseTokenizer.Config:
     if config.hf_assets_path:
         return HuggingFaceTokenizer.Config()
     data = config.dataloader
-    if data.dataset == "random_tokens":
+    name, path = locate(data)
+    if name == RANDOM_TOKENS:
         return VocabOnlyTokenizer.Config(vocab_size=vocab_size)
     return CorpusTokenizer.Config(
         vocab_size=config.tokenizer.vocab_size,
-        dataset=data.dataset,
-        dataset_path=data.dataset_path,
+        dataset=name,
+        dataset_path=path,
         text_key=data.text_key,
         cache_folder=data.cache_folder,
     )
@@ -105,8 +108,7 @@ def _tokenizer(config: JobConfig, vocab_size: int) -> BaseTokenizer.Config:
 
 def _loader(data: Data, seed: int, shuffle: bool) -> BaseDataLoader.Config:
     return loader_config(
-        data.dataset,
-        data.dataset_path,
+        *locate(data),
         text_key=data.text_key,
         seed=seed,
         shuffle=shuffle,

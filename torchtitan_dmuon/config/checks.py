@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
-from torchtitan_dmuon.config.schema import torch_knows_spmd_types
-from torchtitan_dmuon.data import check_data
+from torchtitan_dmuon.config.schema import Data, torch_knows_spmd_types
+from torchtitan_dmuon.data import RANDOM_TOKENS, dataset_kind, open_source
 from torchtitan_dmuon.models.registry import get_model_spec
 
 _FACTORS = {
@@ -84,7 +85,7 @@ def _check_world(job: Job, world_size: int) -> int:
             f"{job.at('parallelism')}: the degrees ({shown}) need {fixed} ranks, but the job has "
             f"{world_size}; set NGPU={fixed} or --parallelism.data_parallel_shard_degree -1"
         )
-    return world_size // model_parallel
+    return world_size // int(model_parallel)
 
 
 def _check_numbers(job: Job) -> None:
@@ -100,7 +101,8 @@ def _check_numbers(job: Job) -> None:
     schedule = job.config.lr_scheduler
     if schedule.warmup_steps < 0:
         raise ConfigError(
-            f"{job.at('lr_scheduler.warmup_steps')}: expected 0 or more, got {schedule.warmup_steps}"
+            f"{job.at('lr_scheduler.warmup_steps')}: expected 0 or more, "
+            f"got {schedule.warmup_steps}"
         )
     for name in ("decay_ratio", "min_lr_factor"):
         value = getattr(schedule, name)
@@ -137,7 +139,8 @@ def _check_device(job: Job, device: str) -> None:
         )
     if not job.config.training.disable_cuda_graphs:
         raise ConfigError(
-            f"{job.at('training.disable_cuda_graphs')}: there are no CUDA graphs on a CPU; expected true"
+            f"{job.at('training.disable_cuda_graphs')}: there are no CUDA graphs on a CPU; "
+            "expected true"
         )
 
 
@@ -176,18 +179,26 @@ def _paths(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _check_files(job: Job) -> None:
-    for key, path in _paths(job):
-        if not Path(path).is_dir():
-            raise ConfigError(f"{job.at(key)}: no such folder: {path}")
-    sections = [("dataloader", job.config.dataloader)]
+    for key, folder in _paths(job):
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{job.at(key)}: no such folder: {folder}")
+    sections: list[tuple[str, Data]] = [("dataloader", job.config.dataloader)]
     if job.config.validator.enable:
-        sections.append(("validator.data", job.config.validator.data))  # type: ignore[arg-type]
+        sections.append(("validator.data", job.config.validator.data))
     for section, data in sections:
+        name, path = locate(data)
         try:
-            check_data(data.dataset, data.dataset_path)
+            kind = dataset_kind(name)
+            if kind == "corpus":
+                open_source(name, path, data.text_key)
         except ValueError as e:
             key = "dataset_path" if data.dataset_path else "dataset"
             raise ConfigError(f"{job.at(f'{section}.{key}')}: {e}") from e
+        if kind != "corpus" and name != RANDOM_TOKENS and not job.config.hf_assets_path:
+            raise ConfigError(
+                f"{job.at('hf_assets_path')}: {name} is streamed, so no tokenizer can be trained "
+                "on it; expected the folder of a tokenizer"
+            )
 
 
 def check(job: Job, world_size: int, device: str) -> None:

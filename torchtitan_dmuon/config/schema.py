@@ -100,7 +100,7 @@ class Data:
     dataset: str = "python_stdlib"
     """
     python_stdlib (source files of this Python, on every machine), random_tokens (for throughput),
-    fineweb_edu (streamed), or text for the files that dataset_path names.
+    fineweb_edu (streamed), local_files for what dataset_path names, or such a path itself.
     """
 
     dataset_path: str | None = None

@@ -56,8 +56,19 @@ _FINEWEB_SUBSET_FOLDER = "sample/10BT"
 # Tests, applications and generated tables: much text, little of it written as library code, and
 # some distributors leave it out.
 _STDLIB_SKIPPED_FOLDERS = frozenset(
-    "test tests idle_test idlelib lib2to3 turtledemo pydoc_data encodings site-packages "
-    "dist-packages __pycache__".split()
+    [
+        "test",
+        "tests",
+        "idle_test",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "pydoc_data",
+        "encodings",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    ]
 )
 # Written when Python is built or installed: differ between machines with the same Python.
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")

@@ -11,7 +11,6 @@ same order. Pipeline stages have neither: torchtitan seeds them differently on p
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ def _wrap(init: Callable[..., Any]) -> Callable[..., Any]:
     return LayoutIndependentInit(init)
 
 
-@dataclass(frozen=True, slots=True)
 class LayoutIndependentInit:
     """An initialiser that treats a DTensor as the full tensor it stands for.
 
@@ -64,7 +62,14 @@ class LayoutIndependentInit:
         RuntimeError: the shard computed here and the local tensor differ in shape.
     """
 
-    init: Callable[[torch.Tensor], Any]
+    # Not a dataclass: torchtitan's Config.to_dict would take it apart instead of printing it.
+    __slots__ = ("init",)
+
+    def __init__(self, init: Callable[[torch.Tensor], Any]) -> None:
+        self.init = init
+
+    def __repr__(self) -> str:
+        return f"LayoutIndependentInit({self.init!r})"
 
     def __call__(self, param: torch.Tensor) -> None:
         if not isinstance(param, DTensor):

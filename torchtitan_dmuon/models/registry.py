@@ -36,7 +36,7 @@ def model_names() -> list[str]:
 
 
 def model_flavors(name: str) -> list[str]:
-    """Return the flavors of a model, small models first as their family lists them.
+    """Return the flavors of a model, in the order of its family; ours come last.
 
     Raises:
         ValueError: unknown name; the message has the nearest name and the list.

@@ -1,0 +1,17 @@
+"""How the `[dataloader]` section names its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_dmuon.config.schema import Data
+from torchtitan_dmuon.data import LOCAL_FILES, dataset_names
+
+
+def locate(data: Data) -> tuple[str, str | None]:
+    """Return (name of the data set, path). A path given as the name is a set of local files."""
+    name = data.dataset
+    is_path = name not in dataset_names() and ("/" in name or "*" in name or Path(name).exists())
+    if is_path and data.dataset_path is None:
+        return LOCAL_FILES, name
+    return name, data.dataset_path
