@@ -135,13 +135,16 @@ def _launch_config(cluster: Cluster, logs: Path) -> LaunchConfig:
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Choose, among ranks that failed together, the one that the others failed because of.
 
-    A killed rank comes first, then an error of its own, then the loss of a peer; then the time.
+    A killed rank comes first, then an error of its own, then the loss of a peer, and last a rank
+    that the agent itself ended; among equals the time decides.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
         text = _traceback(failure)
-        if failure.exitcode < 0:
+        if failure.exitcode == -signal.SIGTERM:
+            kind = 3
+        elif failure.exitcode < 0:
             kind = 0
         else:
             kind = 2 if any(phrase in text for phrase in _LOST_PEER) else 1
@@ -173,7 +176,7 @@ def explain(failures: dict[int, ProcessFailure], logs: Path) -> str:
     lines = [f"error: rank {rank} failed first ({how})"]
     lines += ["  " + line for line in _traceback(first).rstrip().splitlines()]
     for other, failure in sorted(failures.items()):
-        if other != rank:
+        if other != rank and failure.exitcode != -signal.SIGTERM:
             lines.append(f"  rank {other} then failed: {_last_line(failure)}")
     lines.append(f"logs of every rank: {logs}")
     return "\n".join(lines)

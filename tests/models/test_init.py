@@ -5,6 +5,7 @@ that with this process, which has no process group or one rank.
 """
 
 import hashlib
+import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,13 +19,19 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.spawn import start_processes
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import Linear
 from torchtitan.models.common.param_init import skip_param_init
 
-from torchtitan_dmuon.models.init import LayoutIndependentInit, make_init_layout_independent
+from torchtitan_dmuon.models.init import (
+    LayoutIndependentInit,
+    _local_shard,
+    make_init_layout_independent,
+)
 from torchtitan_dmuon.models.registry import get_model_spec
 
 WORLD = 4
@@ -139,6 +146,11 @@ def _shard_over(mesh: Any, placements: tuple[Any, ...]) -> Callable[[torch.Tenso
     return lambda full: distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
+def _chunk(tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+    chunks = tensor.chunk(parts)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
 def _worker(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -167,7 +179,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     multiprocessing.set_forkserver_preload(
         ["torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.trainer"]
     )
-    torch.multiprocessing.start_processes(
+    start_processes(  # type: ignore[no-untyped-call, unused-ignore]
         _worker, args=(str(directory),), nprocs=WORLD, start_method="forkserver"
     )
     return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(WORLD)]
@@ -180,9 +192,10 @@ def alone() -> Callable[[tuple[int, int]], Bits]:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank(tmp_path: Path) -> Iterator[None]:
     """A gloo process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rendezvous = f"file://{tmp_path}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -250,16 +263,36 @@ def test_wrapping_is_idempotent_and_leaves_skipped_parameters_alone() -> None:
     make_init_layout_independent(first)
     once = dict(first.param_init)
     make_init_layout_independent(first)
-    assert (
-        first.param_init
-        == once
-        == {
-            "weight": LayoutIndependentInit(nn.init.normal_),
-            "bias": skip_param_init,
-        }
-    )
+    assert first.param_init == once
+    assert isinstance(once["weight"], LayoutIndependentInit)
+    assert once["weight"].init is nn.init.normal_
     assert first.param_init["bias"] is skip_param_init
     assert init == {"weight": nn.init.normal_, "bias": skip_param_init}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 9, 12, 13])
+def test_uneven_shards_of_fsdp_over_tensor_parallel(rows: int) -> None:
+    """FSDP2 cuts what tensor parallelism cut before; cutting in mesh order gives other rows.
+
+    7 rows over 3 x 2 ranks: the second tensor-parallel half is rows 4 to 6 and FSDP2 gives one to
+    each of its ranks, while ``distribute_tensor`` leaves the last rank with none.
+    """
+    full = torch.arange(rows)
+    mesh: Any = SimpleNamespace(ndim=2, size=(3, 2).__getitem__)
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    for tp_rank in range(2):
+        half = _chunk(full, 2, tp_rank)
+        for fsdp_rank in range(3):
+            shard = _local_shard(full, mesh, placements, (fsdp_rank, tp_rank))
+            assert torch.equal(shard, _chunk(half, 3, fsdp_rank))
+
+
+def test_wrapped_config_can_be_logged() -> None:
+    """torchtitan writes the config as JSON at the start of a run; the wrapper must survive that."""
+    config = get_model_spec("qwen2_5", "debug", attn_backend="flex").model
+    make_init_layout_independent(config)
+    logged = json.dumps(config.to_dict())
+    assert "LayoutIndependentInit(functools.partial(<function normal_" in logged
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "qwen3"])

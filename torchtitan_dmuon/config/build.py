@@ -173,4 +173,4 @@ def build(job: Job, device: str) -> Trainer.Config:
             loss=_loss(config, vocab_size),
         )
     except (ValueError, AssertionError) as e:
-        raise ConfigError(f"{job.source.path}: {' '.join(str(e).split())}") from e
+        raise ConfigError(f"{job.sources[0].path}: {' '.join(str(e).split())}") from e

@@ -130,6 +130,12 @@ def _check_device(job: Job, device: str) -> None:
             "run_train.sh chooses the device, plain torchrun takes GPUs unless "
             "CUDA_VISIBLE_DEVICES is empty"
         )
+    uses_sdpa = backend == "sdpa" or (backend == "auto" and device == "cpu")
+    if uses_sdpa and job.config.parallelism.context_parallel_degree > 1:
+        raise ConfigError(
+            f"{job.at('parallelism.context_parallel_degree')}: the sdpa attention backend (the "
+            "one for CPUs) holds whole sequences; expected 1"
+        )
     if device != "cpu":
         return
     if backend not in ("auto", "sdpa"):

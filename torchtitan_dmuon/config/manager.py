@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
@@ -23,7 +24,8 @@ DEFAULT_CONFIG = "debug_hsdp_z2.toml"
 _DESCRIPTION = """\
 Train from a TOML job config. --config takes a path or the name of a file in train_configs/
 (default: debug_hsdp_z2.toml); every key below can be set in the file, in its [section], or
-here as --section.key value, which wins. --print-config shows the result as TOML and stops."""
+here as --section.key value, which wins. A file may start from another one with a first line
+base = "other.toml". --print-config shows the result as TOML and stops."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,17 +33,21 @@ class Job:
     """A resolved job and where its values come from."""
 
     config: JobConfig
-    source: toml_io.Source
+    sources: tuple[toml_io.Source, ...]
+    """The config file first, then the chain of files that it builds on with `base`."""
     overridden: frozenset[str]
     """Dotted keys given on the command line."""
     print_config: bool
 
     def at(self, key: str) -> str:
         """Say where a key was set, for messages."""
-        if key in self.overridden:
+        section, _, name = key.rpartition(".")
+        if key in self.overridden or f"{section}.no_{name}" in self.overridden:
             return f"--{key}"
-        located = self.source.at(key)
-        return located if located != f"{self.source.path}: {key}" else f"{located} (default)"
+        for source in self.sources:
+            if source.line(key) is not None:
+                return source.at(key)
+        return f"{self.sources[0].at(key)} (default)"
 
 
 def find_config(name: str) -> Path:
@@ -64,6 +70,32 @@ def find_config(name: str) -> Path:
     raise ConfigError(
         f"--config {name}: no such file{close} (in train_configs/: {', '.join(known)})"
     )
+
+
+def _read_chain(path: Path) -> list[tuple[dict[str, Any], toml_io.Source]]:
+    """Read a config file and those it builds on: `base = "other.toml"`, relative to the file.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a file that builds on itself.
+    """
+    files: list[tuple[dict[str, Any], toml_io.Source]] = []
+    seen: list[Path] = []
+    while True:
+        shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+        table, source = toml_io.read(path, shown)
+        files.append((table, source))
+        seen.append(path.resolve())
+        base = table.pop("base", None)
+        if base is None:
+            return files
+        if not isinstance(base, str):
+            raise ConfigError(f'{source.at("base")}: expected the name of a file, e.g. "x.toml"')
+        path = path.parent / base
+        if not path.is_file():
+            known = [p.name for p in path.parent.glob("*.toml")]
+            raise ConfigError(f"{source.at('base')}: no such file: {path}{nearest(base, known)}")
+        if path.resolve() in seen:
+            raise ConfigError(f"{source.at('base')}: {path} builds on itself")
 
 
 def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
@@ -97,11 +129,11 @@ def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
     name, rest = _take(arguments, "--config")
     print_config = "--print-config" in rest
     rest = [a for a in rest if a != "--print-config"]
-    path = find_config(name or DEFAULT_CONFIG)
-    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     with _without_warnings():
-        table, source = toml_io.read(path, shown)
-        from_file = toml_io.merge(JobConfig(), table, source)
+        files = _read_chain(find_config(name or DEFAULT_CONFIG))
+        from_file = JobConfig()
+        for table, source in reversed(files):
+            from_file = toml_io.merge(from_file, table, source)
         ConfigManager()  # registers torchtitan's rules for lists on the command line
         config = tyro.cli(
             JobConfig,
@@ -116,7 +148,7 @@ def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
     overridden = frozenset(
         a[2:].partition("=")[0].replace("-", "_") for a in rest if a.startswith("--")
     )
-    return Job(config, source, overridden, print_config)
+    return Job(config, tuple(source for _, source in files), overridden, print_config)
 
 
 def print_config(config: JobConfig) -> None:

@@ -26,10 +26,11 @@ class Source:
 
     def at(self, key: str) -> str:
         """Return `file:line: key` of a dotted key, or `file: key` where the line is not found."""
-        line = self._line(key)
+        line = self.line(key)
         return f"{self.path}:{line}: {key}" if line else f"{self.path}: {key}"
 
-    def _line(self, key: str) -> int | None:
+    def line(self, key: str) -> int | None:
+        """Return the line that sets a dotted key, or that opens its section; None if neither."""
         section = ""
         header_line = None
         for number, line in enumerate(self.text.splitlines(), start=1):
@@ -78,9 +79,10 @@ def merge(default: T, table: Mapping[str, Any], source: Source, prefix: str = ""
         key = f"{prefix}{name}"
         if name not in names:
             kind = "section" if isinstance(value, dict) else "key"
+            inside = [n for n in names if hasattr(getattr(default, n), name)]
+            close = f"; it belongs in [{prefix}{inside[0]}]" if inside else nearest(name, names)
             raise ConfigError(
-                f"{source.at(key)}: unknown {kind}{nearest(name, names)} "
-                f"(known here: {', '.join(sorted(names))})"
+                f"{source.at(key)}: unknown {kind}{close} (known here: {', '.join(sorted(names))})"
             )
         current = getattr(default, name)
         if dataclasses.is_dataclass(current):

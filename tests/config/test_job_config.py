@@ -1,0 +1,198 @@
+"""Job configs: precedence, round trip, and one clear error for each mistake a user can make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchtitan_dmuon.config.build import build
+from torchtitan_dmuon.config.checks import check
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.config.manager import CONFIG_FOLDER, load_job, print_config
+from torchtitan_dmuon.config.schema import torch_knows_spmd_types
+
+JOB = f"""\
+base = "{CONFIG_FOLDER}/debug.toml"
+
+[model]
+name = "qwen2_5"
+flavor = "debug"
+
+[training]
+steps = 20
+seq_len = 64
+
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 2
+
+[optimizer]
+lr = 3e-3
+weight_decay = 0.1
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a job file; returns its path."""
+
+    def write_text(text: str) -> str:
+        path = tmp_path / "job.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write_text
+
+
+def _resolve(path: str, *arguments: str, world_size: int = 4) -> None:
+    job = load_job(["--config", path, *arguments])
+    check(job, world_size, "cpu")
+    build(job, "cpu")
+
+
+def _message(path: str, *arguments: str, world_size: int = 4) -> str:
+    with pytest.raises(ConfigError) as error:
+        _resolve(path, *arguments, world_size=world_size)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.toml")), ids=lambda p: p.name)
+def test_shipped_configs_load(path: Path) -> None:
+    """Every file of train_configs/ resolves and round-trips; the debug jobs pass every check."""
+    job = load_job(["--config", str(path)])
+    if path.name.startswith("debug"):
+        check(job, 4, "cpu")
+        build(job, "cpu")
+
+
+def test_command_line_wins_over_file_over_base_over_default(write) -> None:
+    """Each layer overrides the one below it, key by key."""
+    config = load_job(["--config", write(JOB), "--training.seq_len", "32"]).config
+    assert config.training.seq_len == 32  # command line
+    assert config.training.steps == 20  # file
+    assert config.training.local_batch_size == 4  # base
+    assert config.training.gc_freq == 50  # torchtitan's default
+
+
+def test_print_config_loads_back_to_the_same(write, tmp_path: Path, capsys) -> None:
+    """--print-config is complete: what it prints resolves to an equal config, unset keys too."""
+    arguments = ["--parallelism.context_parallel_load_balancer", "None", "--compile.enable"]
+    arguments += ["--compile.components", "model", "--optimizer.betas", "0.8", "0.9"]
+    text = JOB + '[[optimizer.param_groups]]\npattern = "norm"\noptimizer_name = "AdamW"\n'
+    text += "optimizer_kwargs = { lr = 1e-3, betas = [0.9, 0.99] }\n"
+    first = load_job(["--config", write(text), *arguments]).config
+    print_config(first)
+    printed = tmp_path / "printed.toml"
+    printed.write_text(capsys.readouterr().out)
+    assert load_job(["--config", str(printed)]).config == first
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("lr = 3e-3", "momentun = 0.9", r"job.toml:16: optimizer.momentun: unknown key"),
+        ("weight_decay", "wieght_decay", r'optimizer.wieght_decay.*did you mean "weight_decay"'),
+        ("[optimizer]", "[optimiser]", r'job.toml:15: optimiser.*did you mean "optimizer"'),
+        ("lr = 3e-3", 'lr = "fast"', r"job.toml:16: optimizer.lr: expected a number, got .fast"),
+        ("steps = 20", "steps = -1", r"job.toml:8: training.steps: expected at least 1, got -1"),
+        ("steps = 20", "steps = 1.5", r"training.steps: expected a whole number, got 1.5"),
+        ("steps = 20", "steps = true", r"training.steps: expected a whole number, got true"),
+        ("steps = 20", "steps =", r"job.toml:8: not valid TOML"),
+        ('"debug"', '"debgu"', r"job.toml:5: model.flavor.*did you mean 'debug'.*1.5B"),
+        ('"qwen2_5"', '"qwen25"', r"job.toml:4: model.name.*did you mean 'qwen2_5'"),
+        ("[model]", "steps = 3\n[model]", r"job.toml:3: steps: .*belongs in \[training\]"),
+        ("[model]", "[model.extra]\nx = 1\n[model]", r"job.toml:3: model.extra: unknown section"),
+        ("seq_len = 64", "seq_len = 99999", r"training.seq_len: 99999 is more than the 32768"),
+        ("degree = 2", "degree = 0", r"expected at least 1, got 0"),
+        ("replicate_degree = 2", "replicate_degree = 3", r"need 6 ranks.*job has 4.*NGPU=6"),
+        ("lr = 3e-3", "betas = [0.9]", r"optimizer.betas: expected 2 values, got 1"),
+        ("lr = 3e-3", "betas = [0.9, 1.0]", r"optimizer.betas: expected 0 <= beta < 1, got 1.0"),
+        ("lr = 3e-3", "lr = nan", r"optimizer.lr: expected a number >= 0, got nan"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str) -> None:
+    """The message has file, line, key, what was expected and the nearest valid name."""
+    assert re.search(expected, _message(write(JOB.replace(old, new))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--training.global_batch_size", "7"], r"--training.global_batch_size: .*16.*got 7"),
+        (["--dataloader.dataset", "python_stdlb"], r"did you mean 'python_stdlib'"),
+        (["--dataloader.dataset", "/nope/x.jsonl"], r"--dataloader.dataset: .*does not exist"),
+        (["--dataloader.dataset", "fineweb_edu"], r"hf_assets_path .default.*fineweb_edu"),
+        (["--hf_assets_path", "/nope"], r"--hf_assets_path: no such folder: /nope"),
+        (["--model.attn_backend", "flex"], r"--model.attn_backend: .*does not train on a CPU"),
+        (["--training.no_disable_cuda_graphs"], r"--training.disable_cuda_graphs: .*on a CPU"),
+        (["--activation_checkpoint.mode", "memory_budget"], r"compile.enable"),
+        (["--checkpoint.create_seed_checkpoint"], r"create_seed_checkpoint: .*NGPU=1"),
+        (["--checkpoint.initial_load_path", "/nope"], r"initial_load_path: no such folder"),
+        (["--device", "cuda"], r"--device: .*run on cpu"),
+        (["--tokenizer.vocab_size", "5000"], r"vocab_size: 5000 is more than the model's 2048"),
+        (["--loss.num_chunks", "0"], r"--loss.num_chunks: expected at least 1, got 0"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(write, arguments, expected: str) -> None:
+    """Values that only a check across keys can refuse name the option that set them."""
+    assert re.search(expected, _message(write(JOB), *arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--training.stepz", "3"], ["--training.steps", "x"], ["--parallelism.mode", "ownr"]],
+)
+def test_a_malformed_option_exits_with_2(write, arguments: list[str], capsys) -> None:
+    """Unknown options and bad values on the command line end with status 2 and a suggestion."""
+    with pytest.raises(SystemExit) as status:
+        load_job(["--config", write(JOB), *arguments])
+    assert status.value.code == 2
+    assert arguments[0].rpartition(".")[0] in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch_knows_spmd_types(), reason="this torch supports spmd_types")
+def test_spmd_types_needs_a_newer_torch(write) -> None:
+    """On torch 2.13 asking for spmd_types is an error up front, not a crash inside FSDP2."""
+    assert "2.14" in _message(write(JOB), "--parallelism.spmd_backend", "spmd_types")
+
+
+def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """A missing file names the nearest; folders, binaries and loops of `base` are refused."""
+    with pytest.raises(ConfigError, match=r'did you mean "debug_hsdp_z2.toml"'):
+        load_job(["--config", "debug_hsdp_z2x.toml"])
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_job(["--config", str(tmp_path)])
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not a UTF-8 text file"):
+        load_job(["--config", str(binary)])
+    loop = tmp_path / "loop.toml"
+    loop.write_text('base = "loop.toml"\n')
+    with pytest.raises(ConfigError, match=r"loop.toml:1: base: .*builds on itself"):
+        load_job(["--config", str(loop)])
+    loop.write_text("base = 3\n")
+    with pytest.raises(ConfigError, match=r"loop.toml:1: base: expected the name of a file"):
+        load_job(["--config", str(loop)])
+
+
+def test_bare_names_and_missing_values() -> None:
+    """--config takes a file name from train_configs/ with or without .toml, and needs a value."""
+    with_suffix = load_job(["--config", "debug_ddp.toml"]).config
+    assert load_job(["--config=debug_ddp"]).config == with_suffix
+    with pytest.raises(ConfigError, match="--config: expected a value"):
+        load_job(["--config"])
+
+
+def test_help_lists_every_key_with_its_default(capsys) -> None:
+    """--help is complete: each key of each section, its meaning and its default."""
+    with pytest.raises(SystemExit) as status:
+        load_job(["--help"])
+    assert status.value.code == 0
+    text = capsys.readouterr().out
+    for key in ("training.local_batch_size", "optimizer.lr", "parallelism.mode", "model.flavor"):
+        assert f"--{key}" in text
+    assert "Sequence length (default: 256)" in text  # the value of the file that would run

@@ -1,0 +1,130 @@
+"""Training end to end on gloo ranks: layouts agree, the loss falls, resuming is exact."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worlds import run_world
+
+LAYOUTS = ["ddp", "fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
+SMALL = ["--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"]
+
+
+def _trainer(arguments: list[str]) -> Any:
+    """Build the trainer of a job on this rank, the way train.py does."""
+    from torchtitan.tools.utils import device_type
+
+    from torchtitan_dmuon.config.build import build
+    from torchtitan_dmuon.config.checks import check
+    from torchtitan_dmuon.config.manager import load_job
+    from torchtitan_dmuon.log import init_console
+
+    init_console(int(os.environ["RANK"]))
+    job = load_job(arguments)
+    check(job, int(os.environ["WORLD_SIZE"]), device_type)
+    trainer = build(job, device_type).build()
+    losses: list[float] = []
+    log = trainer.metrics_processor.log
+
+    def recording(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+        losses.append(loss)
+        log(step, loss, *args, **kwargs)
+
+    trainer.metrics_processor.log = recording
+    trainer.losses = losses
+    return trainer
+
+
+def train_jobs(jobs: list[list[str]]) -> list[list[float]]:
+    """Train one job after another in this world; return their losses, step by step."""
+    losses = []
+    for arguments in jobs:
+        trainer = _trainer(arguments)
+        trainer.train()
+        trainer.close()
+        losses.append(trainer.losses)
+    return losses
+
+
+def _job(layout: str, dump: Path, *arguments: str) -> list[str]:
+    return ["--config", f"debug_{layout}.toml", "--dump_folder", str(dump), *SMALL, *arguments]
+
+
+@pytest.fixture(scope="module")
+def seed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of freshly initialised weights, made by one rank."""
+    folder = tmp_path_factory.mktemp("seed")
+    run_world(1, make_seed, str(folder), timeout_seconds=120)
+    return folder / "checkpoint" / "step-0"
+
+
+def make_seed(folder: str) -> None:
+    """Save step 0 of the debug model with one rank."""
+    trainer = _trainer(
+        ["--config", "debug.toml", "--dump_folder", folder, "--checkpoint.enable"]
+        + ["--checkpoint.create_seed_checkpoint", "--debug.seed", "7"]
+    )
+    trainer.checkpointer.save(curr_step=0, last_step=True)
+    trainer.close()
+
+
+def test_layouts_train_to_the_same_losses(seed_checkpoint: Path, tmp_path: Path) -> None:
+    """DDP, FSDP and HSDP, ZeRO-2 and ZeRO-3, are one algorithm: 10 steps from one seed checkpoint
+    agree within 1e-4 relative, and the seed checkpoint is what they start from."""
+    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", str(seed_checkpoint)]
+    load += ["--checkpoint.load_only", "--training.steps", "10"]
+    jobs = [_job(layout, tmp_path / layout, *load) for layout in LAYOUTS]
+    by_rank = run_world(4, train_jobs, jobs, timeout_seconds=280)
+    losses = dict(zip(LAYOUTS, by_rank[0], strict=True))
+    reference = losses["ddp"]
+    assert len(reference) == 10
+    assert reference[-1] < reference[0] - 0.3
+    for layout in LAYOUTS:
+        assert losses[layout] == pytest.approx(reference, rel=1e-4), layout
+    # A fresh start from seed 42 differs: the checkpoint (seed 7) was really loaded.
+    fresh = run_world(4, train_jobs, [_job("ddp", tmp_path / "x", "--training.steps", "1")])
+    assert abs(fresh[0][0][0] - reference[0]) > 1e-3
+
+
+def test_world_size_does_not_change_the_run(tmp_path: Path) -> None:
+    """The same global batch on 1, 2 and 3 x accumulation gives the same losses: initial weights
+    and data order depend on the seed alone."""
+    common = ["--training.steps", "4", "--training.global_batch_size", "12", *SMALL]
+    common += ["--config", "debug.toml"]
+    runs = {}
+    for size, local in ((1, 4), (2, 3), (3, 4)):
+        job = [*common, "--training.local_batch_size", str(local)]
+        job += ["--dump_folder", str(tmp_path / str(size))]
+        runs[size] = run_world(size, train_jobs, [job], timeout_seconds=120)[0][0]
+    assert runs[2] == pytest.approx(runs[1], rel=1e-4)
+    assert runs[3] == pytest.approx(runs[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["hsdp_z2", "fsdp_z3"])
+def test_resume_continues_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    """Stopping after step 3 and starting again gives the very losses of an unbroken run: weights,
+    optimizer, schedule and data position all come back."""
+    whole = _job(layout, tmp_path / "whole", "--training.steps", "6")
+    save = ["--checkpoint.enable", "--checkpoint.interval", "3", "--lr_scheduler.total_steps", "6"]
+    first = _job(layout, tmp_path / "parts", "--training.steps", "3", *save)
+    second = _job(layout, tmp_path / "parts", "--training.steps", "6", *save)
+    unbroken, start, rest = run_world(4, train_jobs, [whole, first, second], timeout_seconds=200)[0]
+    assert start == unbroken[:3]
+    assert rest == unbroken[3:]
+
+
+def test_titan_models_train(tmp_path: Path) -> None:
+    """torchtitan's own decoders, llama3 and qwen3, train through the same configs."""
+    jobs = []
+    for name in ("llama3", "qwen3"):
+        job = _job("fsdp_z2", tmp_path / name, "--training.steps", "3")
+        jobs.append([*job, "--model.name", name, "--model.flavor", "debugmodel"])
+    for losses in run_world(2, train_jobs, [[*j, *_TWO] for j in jobs], timeout_seconds=200)[0]:
+        assert losses[-1] < losses[0]
+
+
+_TWO = ["--parallelism.data_parallel_shard_degree", "2"]

@@ -1,0 +1,110 @@
+"""Worlds of several ranks for tests: processes with gloo on this machine, ready in milliseconds.
+
+Ranks are forked from a server that has imported torchtitan once and has run nothing, so that a
+world costs no imports. Every world has a time limit; reaching it fails the test and ends its ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torchtitan_dmuon.config.build"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time; the message has its traceback."""
+
+
+def _main(
+    pipe: Connection, rank: int, size: int, port: int, target: Callable[..., Any], args: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        # The parent hosts the store, so no port has to be guessed.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("result", target(*args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        # At once: a rank that waits for this one must not keep its sockets open.
+        os._exit(1)
+    finally:
+        pipe.close()
+
+
+def run_world(
+    size: int, target: Callable[..., Any], *args: Any, timeout_seconds: float = 60
+) -> list[Any]:
+    """Run `target(*args)` on `size` ranks whose environment is torchrun's.
+
+    Args:
+        size: Number of ranks.
+        target: A function of a test module (it is imported by name).
+        *args: Its arguments; they and the results travel by pickle.
+        timeout_seconds: Limit for the whole world.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailed: with the traceback of the first rank that failed.
+    """
+    store = TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=timeout_seconds))
+    ranks, pipes = [], []
+    for rank in range(size):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_main, args=(theirs, rank, size, store.port, target, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        ranks.append(process)
+        pipes.append(ours)
+    try:
+        return _collect(pipes, time.monotonic() + timeout_seconds)
+    finally:
+        for process in ranks:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        left = deadline - time.monotonic()
+        open_pipes = [p for rank, p in enumerate(pipes) if rank not in results]
+        ready = wait(open_pipes, max(0.0, left))
+        if not ready:
+            missing = sorted(set(range(len(pipes))) - results.keys())
+            raise RankFailed(f"ranks {missing} did not finish in time")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                kind, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RankFailed(f"rank {rank} died") from None
+            if kind == "error":
+                raise RankFailed(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
