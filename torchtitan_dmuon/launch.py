@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan_dmuon.config.errors import ConfigError
@@ -211,9 +212,8 @@ def run(arguments: list[str]) -> int:
         f"(node {cluster.node} of {cluster.nodes}), logs in {logs}",
         flush=True,
     )
-    # The agent reports failures through ChildFailedError; its own log repeats them.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    # The agent reports what happened through exceptions; its log lines only repeat it.
+    logging.disable(logging.CRITICAL)
     try:
         elastic_launch(_launch_config(cluster, logs), sys.executable)(
             "-u", "-m", "torchtitan_dmuon.train", *arguments
@@ -224,6 +224,11 @@ def run(arguments: list[str]) -> int:
             print(f"error: {_last_line(first)}", file=sys.stderr)
             return 2
         print(explain(e.failures, logs.resolve()), file=sys.stderr)
+        return 1
+    except RendezvousError as e:
+        print(
+            f"error: {cluster.nodes} nodes did not meet at {cluster.endpoint}: {e}", file=sys.stderr
+        )
         return 1
     except SignalException as e:
         name = signal.Signals(e.sigval).name

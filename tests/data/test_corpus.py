@@ -59,7 +59,7 @@ def corpus_of(documents: list[list[int]]) -> Corpus:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     documents=st.lists(st.lists(st.integers(0, 999), max_size=9), max_size=12),
     length=st.integers(1, 20),

@@ -199,7 +199,7 @@ def test_finite_data_end_together(build: Build) -> None:
         parts = [take(loader, 100) for loader in loaders]
         batches = NUM_WINDOWS // (world * batch)
         assert [len(part) for part in parts] == [batches * batch] * world
-        assert sorted(sum(parts, [])) == sorted(stream[: batches * batch * world])
+        assert sorted(itertools.chain(*parts)) == sorted(stream[: batches * batch * world])
         assert all(take(loader, 1) == [] for loader in loaders)
 
 

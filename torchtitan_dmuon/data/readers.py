@@ -23,34 +23,13 @@ import pyarrow.parquet as pq
 
 FileKind = Literal["text", "jsonl", "parquet"]
 
-TEXT_SUFFIXES = tuple(
-    [
-        ".txt",
-        ".text",
-        ".md",
-        ".rst",
-        ".tex",
-        ".html",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".cuh",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".sh",
-        ".toml",
-        ".yaml",
-        ".yml",
-    ]
+# fmt: off
+TEXT_SUFFIXES = (
+    ".txt", ".text", ".md", ".rst", ".tex", ".html", ".toml", ".yaml", ".yml",
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh",
+    ".java", ".js", ".ts", ".go", ".rs", ".sh",
 )
+# fmt: on
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
 COMPRESSION_SUFFIXES = (".gz", ".zst")
