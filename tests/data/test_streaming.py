@@ -199,6 +199,21 @@ def test_wrong_key_and_path(build: Build, tmp_path: Path, write_jsonl: WriteJson
         build("fineweb_edu", num_workers=2)
 
 
+def test_rank_without_documents_stops(build: Build) -> None:
+    """More ranks than documents: the rank that has none says so instead of searching forever."""
+    with pytest.raises(ValueError, match="has no document for this data-parallel rank"):
+        take(build("jsonl_stream", NUM_DOCUMENTS + 1, NUM_DOCUMENTS), 1)
+
+
+def test_resumes_at_the_end_of_an_epoch(build: Build) -> None:
+    """A state taken after the last document of an epoch continues with the next epoch."""
+    loader = build("jsonl_stream", infinite=False)
+    take(loader, 1000)
+    resumed = build("jsonl_stream")
+    resumed.load_state_dict(through_json(loader))
+    assert documents(take(resumed, 1))
+
+
 def test_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
     """Without the Hub the error names the repository and two ways out."""
 

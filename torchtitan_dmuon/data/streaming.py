@@ -61,6 +61,7 @@ class StreamedTextDataset(HuggingFaceTextDataset):  # type: ignore[misc]
         self._block_start: dict[str, Any] = self._first_state
         self._block = 0
         self._used_of_block = 0
+        self._empty_epochs = 0
 
     @property
     def _in_blocks(self) -> bool:
@@ -83,7 +84,18 @@ class StreamedTextDataset(HuggingFaceTextDataset):  # type: ignore[misc]
             self._used_of_block = 0
 
     def reloop(self) -> None:
-        """Begin the next epoch."""
+        """Begin the next epoch.
+
+        Raises:
+            ValueError: This rank has no documents, and would look for one forever.
+        """
+        # One empty epoch is normal: a run that resumed at the very end of one.
+        self._empty_epochs = 0 if self._sample_idx else self._empty_epochs + 1
+        if self._empty_epochs > 1:
+            raise ValueError(
+                f"dataset: '{self.dataset_name}' has no document for this data-parallel rank; "
+                "use fewer ranks or a set with more documents"
+            )
         super().reloop()
         self._block_start = {**self._first_state, "epoch": self._epoch}
         self._block = 0
