@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.worlds import run_world
+from torchtitan_dmuon.config.schema import torch_knows_spmd_types
 
 LAYOUTS = ["ddp", "fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
 SMALL = ["--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"]
@@ -115,6 +116,21 @@ def test_resume_continues_bit_for_bit(layout: str, tmp_path: Path) -> None:
     unbroken, start, rest = run_world(4, train_jobs, [whole, first, second], timeout_seconds=200)[0]
     assert start == unbroken[:3]
     assert rest == unbroken[3:]
+
+
+@pytest.mark.skipif(
+    not torch_knows_spmd_types(),
+    reason="spmd_types needs torch 2.14 or newer: scripts/test.sh --torch 2.14.1",
+)
+@pytest.mark.parametrize("layout", ["ddp", "hsdp_z2"])
+def test_spmd_backends_agree(layout: str, tmp_path: Path) -> None:
+    """On a torch that has both, partial_dtensor and spmd_types train to the same losses."""
+    jobs = []
+    for backend in ("partial_dtensor", "spmd_types"):
+        job = _job(layout, tmp_path / backend, "--training.steps", "4")
+        jobs.append([*job, "--parallelism.spmd_backend", backend])
+    partial, typed = run_world(4, train_jobs, jobs, timeout_seconds=200)[0]
+    assert typed == pytest.approx(partial, rel=1e-5)
 
 
 def test_titan_models_train(tmp_path: Path) -> None:

@@ -35,9 +35,11 @@ class Trainer(titan.Trainer):
             * dims.dp_shard
             * self.gradient_accumulation_steps
         )
+        others = {"context": dims.cp, "tensor": dims.tp, "pipeline": dims.pp, "expert": dims.ep}
+        more = "".join(f", {name} {degree}" for name, degree in others.items() if degree > 1)
         return (
             f"{spec.name} {spec.flavor}: {parameters:,} parameters, "
             f"{getattr(self.config.parallelism, 'mode', 'fsdp')} on {dims.dp_replicate} x "
-            f"{dims.dp_shard} {device_type} ranks (replicate x shard), "
+            f"{dims.dp_shard} {device_type} ranks (replicate x shard{more}), "
             f"{sequences} x {training.seq_len} tokens a step"
         )

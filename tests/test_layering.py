@@ -1,0 +1,64 @@
+"""Imports inside the package run one way."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "torchtitan_dmuon"
+
+# Lowest first. A module imports from lower levels only, and freely inside its own data/ or models/.
+LEVELS = [
+    {"patching", "config.errors"},
+    {"log", "data", "models"},
+    {"metrics"},
+    {"config.schema"},
+    {"config.toml_io", "config.data_source", "parallelize"},
+    {"config.manager", "trainer"},
+    {"config.checks"},
+    {"config.build"},
+    {"launch", "train"},
+]
+
+
+def _unit(module: str) -> str:
+    name = module.removeprefix("torchtitan_dmuon").lstrip(".")
+    head = name.split(".")[0]
+    return head if head in ("data", "models") else name
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan_dmuon"):
+            modules = {f"{node.module}.{a.name}" for a in node.names}
+            known = {m for m in modules if _is_module(m)}
+            found |= known or {str(node.module)}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.startswith("torchtitan_dmuon")}
+    return {_unit(m) for m in found} - {""}
+
+
+def _is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def _level(unit: str) -> int:
+    levels = [i for i, units in enumerate(LEVELS) if unit in units]
+    assert levels, f"{unit} has no level: add it to LEVELS where it belongs"
+    return levels[0]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_imports_go_down(path: Path) -> None:
+    """No module imports from its own level or above: the design's one arrow."""
+    unit = _unit(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    unit = unit.removesuffix(".__init__").removesuffix("__init__")
+    for imported in _imports(path):
+        if unit and imported != unit:
+            assert _level(imported) < _level(unit), f"{unit} imports {imported}"
