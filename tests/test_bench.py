@@ -111,7 +111,7 @@ def test_layouts_of_4_ranks_are_the_debug_configs(bench: ModuleType, name: str) 
     from torchtitan_dmuon.config.manager import load_job
 
     job = load_job(["--config", f"debug_{name.lower().replace('-', '_')}.toml"])
-    layout, p = bench.find_layouts(4, nodes=1)[name], job.config.parallelism
+    (layout,), p = bench.find_layouts(4, 1, [name]), job.config.parallelism
     assert (layout.replicate, layout.shard, layout.reshard) == (
         p.data_parallel_replicate_degree,
         p.data_parallel_shard_degree,
@@ -124,7 +124,7 @@ def test_layouts_of_other_worlds(
     bench: ModuleType, ranks: int, nodes: int, hsdp: tuple[int, int]
 ) -> None:
     """HSDP shards inside a node; on a single node it makes two halves."""
-    found = bench.find_layouts(ranks, nodes)
+    found = {layout.name: layout for layout in bench.find_layouts(ranks, nodes)}
     assert (found["HSDP-Z3"].replicate, found["HSDP-Z3"].shard) == hsdp
     assert (found["FSDP-Z3"].replicate, found["FSDP-Z3"].shard) == (1, ranks)
     assert (found["DDP"].replicate, found["DDP"].shard) == (ranks, 1)
@@ -132,8 +132,11 @@ def test_layouts_of_other_worlds(
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (5, 1), (2, 2), (8, 3)])
 def test_worlds_without_hsdp_are_refused(bench: ModuleType, ranks: int, nodes: int) -> None:
-    """Too few or uneven ranks: an error that says how many there could be."""
+    """Too few or uneven ranks: an error that says how many there could be. The other layouts are
+    still to be had."""
     from torchtitan_dmuon.config.errors import ConfigError
 
     with pytest.raises(ConfigError, match=f"a multiple of {max(nodes, 2)} from"):
         bench.find_layouts(ranks, nodes)
+    names = ["FSDP-Z3", "DDP"]
+    assert [layout.name for layout in bench.find_layouts(ranks, nodes, names)] == names

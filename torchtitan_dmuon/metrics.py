@@ -44,6 +44,10 @@ class ProgressMetrics(MetricsProcessor):
         if config.disable_color_printing or not sys.stdout.isatty():
             self.color = utils.NoColor()
 
+    def should_log(self, step: int) -> bool:
+        """Log the first step, every `log_freq`-th, and the last."""
+        return bool(super().should_log(step)) or step == self.total_steps
+
     def log(
         self,
         step: int,

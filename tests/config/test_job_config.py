@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str
         (["--checkpoint.create_seed_checkpoint"], r"create_seed_checkpoint: .*NGPU=1"),
         (["--checkpoint.initial_load_path", "/nope"], r"initial_load_path: no such folder"),
         (["--device", "cuda"], r"--device: .*run on cpu"),
-        (["--tokenizer.vocab_size", "5000"], r"vocab_size: 5000 is more than the model's 2048"),
+        (["--tokenizer.vocab_size", "5000"], r"tokenizer of 5000 tokens is more than the 2048"),
         (["--loss.num_chunks", "0"], r"--loss.num_chunks: expected at least 1, got 0"),
     ],
 )
@@ -152,6 +153,20 @@ def test_a_malformed_option_exits_with_2(write, arguments: list[str], capsys) ->
         load_job(["--config", write(JOB), *arguments])
     assert status.value.code == 2
     assert arguments[0].rpartition(".")[0] in capsys.readouterr().err
+
+
+def test_a_tokenizer_folder_is_checked(write, tmp_path: Path) -> None:
+    """A folder without a tokenizer, a broken one, or one too large for the model is named."""
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    option = ["--hf_assets_path", str(folder)]
+    assert "no tokenizer can be read there" in _message(write(JOB), *option)
+    (folder / "tokenizer.json").write_text("{")
+    assert "no tokenizer can be read there" in _message(write(JOB), *option)
+    words = {f"w{i}": i for i in range(3000)}
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps({"[UNK]": 3000, **words}))
+    assert "3001 tokens is more than the 2048" in _message(write(JOB), *option)
 
 
 @pytest.mark.skipif(torch_knows_spmd_types(), reason="this torch supports spmd_types")

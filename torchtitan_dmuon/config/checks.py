@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
@@ -150,7 +152,8 @@ def _check_device(job: Job, device: str) -> None:
         )
 
 
-def _check_model(job: Job) -> None:
+def _check_model(job: Job) -> int:
+    """Check model and sequence length. Returns the size of the model's vocabulary."""
     config = job.config
     try:
         spec = get_model_spec(config.model.name, config.model.flavor, attn_backend="sdpa")
@@ -163,16 +166,31 @@ def _check_model(job: Job) -> None:
             f"{job.at('training.seq_len')}: {config.training.seq_len} is more than the {longest} "
             f"that {config.model.name} {config.model.flavor} supports"
         )
-    vocabulary = spec.model.vocab_size
-    if not config.hf_assets_path and config.tokenizer.vocab_size > vocabulary:
-        raise ConfigError(
-            f"{job.at('tokenizer.vocab_size')}: {config.tokenizer.vocab_size} is more than the "
-            f"model's {vocabulary}"
-        )
     if config.parallelism.spmd_backend == "spmd_types" and not torch_knows_spmd_types():
         raise ConfigError(
             f"{job.at('parallelism.spmd_backend')}: spmd_types needs torch 2.14 or newer; expected "
             '"partial_dtensor" with this torch'
+        )
+    return int(spec.model.vocab_size)
+
+
+def _check_tokenizer(job: Job, model_vocabulary: int) -> None:
+    """Check that no token id is outside the model's embedding."""
+    path = job.config.hf_assets_path
+    if not path:
+        key, size = "tokenizer.vocab_size", job.config.tokenizer.vocab_size
+    else:
+        key = "hf_assets_path"
+        try:
+            size = HuggingFaceTokenizer(tokenizer_path=path).get_vocab_size()
+        # The tokenizers library raises bare Exception for a file that it cannot read.
+        except Exception as e:
+            text = " ".join(str(e).split())
+            raise ConfigError(f"{job.at(key)}: no tokenizer can be read there: {text}") from e
+    if size > model_vocabulary:
+        raise ConfigError(
+            f"{job.at(key)}: a tokenizer of {size} tokens is more than the {model_vocabulary} "
+            f"of the model {job.config.model.name} {job.config.model.flavor}"
         )
 
 
@@ -217,9 +235,10 @@ def check(job: Job, world_size: int, device: str) -> None:
     """
     _check_numbers(job)
     _check_device(job, device)
-    _check_model(job)
+    vocabulary = _check_model(job)
     _check_batch(job, _check_world(job, world_size))
     _check_files(job)
+    _check_tokenizer(job, vocabulary)
     checkpoint = job.config.checkpoint
     if checkpoint.create_seed_checkpoint and (world_size != 1 or not checkpoint.enable):
         raise ConfigError(
