@@ -102,6 +102,20 @@ def test_a_job_from_another_folder(tmp_path: Path) -> None:
     assert wanted <= set(curves.Tags()["scalars"])
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_debug_job_trains_on_a_gpu(tmp_path: Path) -> None:
+    """One GPU with flex attention starts from the loss that one CPU rank starts from."""
+    losses = {}
+    for device in ("cuda", "cpu"):
+        job = ["--config", "debug.toml", "--device", device, "--training.steps", "3", *SHORT]
+        launcher = _start(*job, "--dump_folder", device, cwd=tmp_path, NGPU="1")
+        out, err = launcher.communicate(timeout=280)
+        assert launcher.returncode == 0, err
+        losses[device] = [float(x) for x in re.findall(r"loss:\s+([\d.]+)", out)]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
