@@ -40,15 +40,20 @@ def _trainer(arguments: list[str]) -> Any:
     return trainer
 
 
-def train_jobs(jobs: list[list[str]]) -> list[list[float]]:
-    """Train one job after another in this world; return their losses, step by step."""
-    losses = []
-    for arguments in jobs:
-        trainer = _trainer(arguments)
-        trainer.train()
-        trainer.close()
-        losses.append(trainer.losses)
+def train_job(arguments: list[str]) -> list[float]:
+    """Train a job on this rank; return its losses, step by step."""
+    trainer = _trainer(arguments)
+    trainer.train()
+    trainer.close()
+    losses: list[float] = trainer.losses
     return losses
+
+
+def _train(size: int, job: list[str]) -> list[float]:
+    """Train a job in a world of its own (spmd_types keeps the meshes of a process's first job)."""
+    by_rank = run_world(size, train_job, job, timeout_seconds=120)
+    assert all(losses == by_rank[0] for losses in by_rank if losses)
+    return by_rank[0]
 
 
 def _job(layout: str, dump: Path, *arguments: str) -> list[str]:
@@ -78,17 +83,15 @@ def test_layouts_train_to_the_same_losses(seed_checkpoint: Path, tmp_path: Path)
     agree within 1e-4 relative, and the seed checkpoint is what they start from."""
     load = ["--checkpoint.enable", "--checkpoint.initial_load_path", str(seed_checkpoint)]
     load += ["--checkpoint.load_only", "--training.steps", "10"]
-    jobs = [_job(layout, tmp_path / layout, *load) for layout in LAYOUTS]
-    by_rank = run_world(4, train_jobs, jobs, timeout_seconds=280)
-    losses = dict(zip(LAYOUTS, by_rank[0], strict=True))
+    losses = {layout: _train(4, _job(layout, tmp_path / layout, *load)) for layout in LAYOUTS}
     reference = losses["ddp"]
     assert len(reference) == 10
     assert reference[-1] < reference[0] - 0.3
     for layout in LAYOUTS:
         assert losses[layout] == pytest.approx(reference, rel=1e-4), layout
     # A fresh start from seed 42 differs: the checkpoint (seed 7) was really loaded.
-    fresh = run_world(4, train_jobs, [_job("ddp", tmp_path / "x", "--training.steps", "1")])
-    assert abs(fresh[0][0][0] - reference[0]) > 1e-3
+    fresh = _train(4, _job("ddp", tmp_path / "x", "--training.steps", "1"))
+    assert abs(fresh[0] - reference[0]) > 1e-3
 
 
 def test_world_size_does_not_change_the_run(tmp_path: Path) -> None:
@@ -100,7 +103,7 @@ def test_world_size_does_not_change_the_run(tmp_path: Path) -> None:
     for size, local in ((1, 4), (2, 3), (3, 4)):
         job = [*common, "--training.local_batch_size", str(local)]
         job += ["--dump_folder", str(tmp_path / str(size))]
-        runs[size] = run_world(size, train_jobs, [job], timeout_seconds=120)[0][0]
+        runs[size] = _train(size, job)
     assert runs[2] == pytest.approx(runs[1], rel=1e-4)
     assert runs[3] == pytest.approx(runs[1], rel=1e-4)
 
@@ -113,7 +116,7 @@ def test_resume_continues_bit_for_bit(layout: str, tmp_path: Path) -> None:
     save = ["--checkpoint.enable", "--checkpoint.interval", "3", "--lr_scheduler.total_steps", "6"]
     first = _job(layout, tmp_path / "parts", "--training.steps", "3", *save)
     second = _job(layout, tmp_path / "parts", "--training.steps", "6", *save)
-    unbroken, start, rest = run_world(4, train_jobs, [whole, first, second], timeout_seconds=200)[0]
+    unbroken, start, rest = (_train(4, job) for job in (whole, first, second))
     assert start == unbroken[:3]
     assert rest == unbroken[3:]
 
@@ -129,18 +132,14 @@ def test_spmd_backends_agree(layout: str, tmp_path: Path) -> None:
     for backend in ("partial_dtensor", "spmd_types"):
         job = _job(layout, tmp_path / backend, "--training.steps", "4")
         jobs.append([*job, "--parallelism.spmd_backend", backend])
-    partial, typed = run_world(4, train_jobs, jobs, timeout_seconds=200)[0]
+    partial, typed = (_train(4, job) for job in jobs)
     assert typed == pytest.approx(partial, rel=1e-5)
 
 
-def test_titan_models_train(tmp_path: Path) -> None:
-    """torchtitan's own decoders, llama3 and qwen3, train through the same configs."""
-    jobs = []
-    for name in ("llama3", "qwen3"):
-        job = _job("fsdp_z2", tmp_path / name, "--training.steps", "3")
-        jobs.append([*job, "--model.name", name, "--model.flavor", "debugmodel"])
-    for losses in run_world(2, train_jobs, [[*j, *_TWO] for j in jobs], timeout_seconds=200)[0]:
-        assert losses[-1] < losses[0]
-
-
-_TWO = ["--parallelism.data_parallel_shard_degree", "2"]
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_titan_models_train(name: str, tmp_path: Path) -> None:
+    """torchtitan's own decoders train through the same configs."""
+    job = _job("fsdp_z2", tmp_path, "--training.steps", "3", "--model.name", name)
+    job += ["--model.flavor", "debugmodel", "--parallelism.data_parallel_shard_degree", "2"]
+    losses = _train(2, job)
+    assert losses[-1] < losses[0]
