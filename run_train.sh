@@ -5,4 +5,5 @@ set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 source "$root/scripts/env.sh"
 ensure_env
-exec "$root/.venv/bin/python" -m torchtitan_dmuon.launch "$@"
+# -P: a file of the current folder must not stand in for a module of the same name.
+exec "$root/.venv/bin/python" -P -m torchtitan_dmuon.launch "$@"

@@ -62,7 +62,7 @@ def run(command: list[str], log: Path, what: str) -> None:
     if done.returncode != 0:
         lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
         errors = [x for x in lines if x.lower().startswith(("error", "fatal"))]
-        raise SetupError(f"{what} failed: {(errors or lines)[-1]} (all output: {log})")
+        raise SetupError(f"{what} failed: {errors[0] if errors else lines[-1]} (all output: {log})")
 
 
 def set_up(venv: Path, extras: set[str], torch: str | None) -> None:
@@ -75,6 +75,8 @@ def set_up(venv: Path, extras: set[str], torch: str | None) -> None:
             return
         extras |= set(have["extras"])
     python = venv / "bin" / "python"
+    if (venv.exists() or venv.is_symlink()) and not venv.is_dir():
+        raise SetupError(f"{venv} is not a folder: remove it")
     venv.mkdir(parents=True, exist_ok=True)
     log = venv / "setup.log"
     # Gone until all is done: a set-up that was killed half-way is started over.
@@ -100,7 +102,10 @@ def works(python: Path) -> bool:
     """Whether this is the Python of a whole environment, not of one that was killed half-way."""
     if not python.exists():
         return False
-    done = subprocess.run([python, "-c", "import pip"], check=False, capture_output=True)
+    try:
+        done = subprocess.run([python, "-c", "import pip"], check=False, capture_output=True)
+    except OSError:
+        return False
     return done.returncode == 0
 
 

@@ -6,11 +6,12 @@ root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/env.sh"
 venv=$root/.venv
 options=(--extra dev)
-if [[ ${1:-} == --torch ]]; then
-  [[ -n ${2:-} ]] || { echo "error: --torch: expected a version, e.g. 2.14.1" >&2; exit 2; }
-  options+=(--torch "$2")
-  venv=$root/.venv-torch-$2
-  shift 2
+if [[ ${1:-} == --torch || ${1:-} == --torch=* ]]; then
+  if [[ $1 == --torch ]]; then version=${2:-}; shift; else version=${1#--torch=}; fi
+  [[ $version =~ ^[0-9]+(\.[0-9]+)+$ ]] || { echo "error: --torch: expected a version, e.g. 2.14.1, got '$version'" >&2; exit 2; }
+  options+=(--torch "$version")
+  venv=$root/.venv-torch-$version
+  shift
 fi
 ensure_env "${options[@]}"
 cd "$root"

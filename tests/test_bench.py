@@ -53,6 +53,7 @@ def test_all_layouts_in_one_run(tmp_path: Path) -> None:
     assert result["tokens_per_step"] == 4 * 2 * 64
     assert set(result["versions"]) == {"torchtitan_dmuon", "torchtitan", "torch", "python"}
     assert result["device"].startswith("cpu (")
+    assert result["spmd_backend"] == "partial_dtensor"
     rows = {row["name"]: row for row in result["layouts"]}
     assert list(rows) == LAYOUTS
     for row in rows.values():
@@ -77,10 +78,10 @@ def test_a_wrong_config_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rounds", "0"], 'argument --rounds: expected a whole number of at least 1, got "0"'),
-        (["--layouts", "DDP,HSPD-Z2"], 'unknown layout "HSPD-Z2"; did you mean "HSDP-Z2"?'),
+        (["--rounds", "0"], "argument --rounds: expected a whole number of at least 1, got '0'"),
+        (["--layouts", "DDP,HSPD-Z2"], "unknown layout 'HSPD-Z2'; did you mean 'HSDP-Z2'?"),
         (["--layouts", "DDP", "--baseline", "HSDP-Z3"], "HSDP-Z3 is not among --layouts"),
-        (["--rouds", "3"], 'unknown option --rouds; did you mean "--rounds"?'),
+        (["--rouds", "3"], "unknown option --rouds; did you mean '--rounds'?"),
         (["--training.steps=5"], "--training.steps is set by this script"),
     ],
 )

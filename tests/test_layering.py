@@ -11,12 +11,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "torchtitan_dmuon"
 
 # Lowest first. A module imports from lower levels only, and freely inside its own data/ or models/.
 LEVELS = [
-    {"patching", "config.errors"},
-    {"log", "data", "models"},
+    {"patching", "config.errors", "log"},
+    {"data", "models"},
     {"metrics"},
     {"config.schema"},
     {"config.toml_io", "config.data_source", "parallelize"},
-    {"config.manager", "trainer"},
+    {"config.command_line", "trainer"},
+    {"config.manager"},
     {"config.checks"},
     {"config.build"},
     {"launch", "train"},

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Before the slow imports: Ctrl-C during them ends the launcher without a traceback.
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -22,6 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.log import init_console
 from torchtitan_dmuon.patching import PatchError, require_patched_torchtitan
 
 if TYPE_CHECKING:
@@ -90,6 +95,8 @@ def find_cluster(job: Job) -> Cluster:
         )
     device = "cuda" if wanted != "cpu" and 0 < ranks <= gpus else "cpu"
     port = _whole_number("MASTER_PORT", 29500)
+    if not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT: expected a port from 1 to 65535, got {port} (environment)")
     return Cluster(nodes, node, ranks, f"{address}:{port}", device)
 
 
@@ -154,6 +161,12 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
     return min(failures.items(), key=order)
 
 
+def _hung(failures: dict[int, ProcessFailure], rank: int) -> bool:
+    """Whether this rank was killed by the agent because it had made another one time out."""
+    waited = any("Timed out waiting" in _traceback(f) for f in failures.values())
+    return waited and failures[rank].exitcode == -signal.SIGKILL
+
+
 def _traceback(failure: ProcessFailure) -> str:
     message = failure.message
     if isinstance(message, dict):
@@ -169,11 +182,11 @@ def _last_line(failure: ProcessFailure) -> str:
 def explain(failures: dict[int, ProcessFailure], logs: Path) -> str:
     """Say how a job failed: the first rank's error first, then one line for each other rank."""
     rank, first = root_cause(failures)
-    how = (
-        f"killed by {first.signal_name()}"
-        if first.exitcode < 0
-        else f"exit status {first.exitcode}"
-    )
+    how = f"exit status {first.exitcode}"
+    if _hung(failures, rank):
+        how = "it did not answer; others waited for it until they timed out"
+    elif first.exitcode < 0:
+        how = f"killed by {first.signal_name()}"
     lines = [f"error: rank {rank} failed first ({how})"]
     lines += ["  " + line for line in _traceback(first).rstrip().splitlines()]
     for other, failure in sorted(failures.items()):
@@ -187,8 +200,8 @@ def run(arguments: list[str]) -> int:
     """Run a job on this node. Returns the exit status: 0, 1 failed, 2 user error, 128 + signal."""
     require_patched_torchtitan()
     # Imported late: these import torchtitan, whose version and patches come first.
-    from torchtitan_dmuon.config.build import build
-    from torchtitan_dmuon.config.checks import check
+    from torchtitan_dmuon.config.build import build, prepare_data
+    from torchtitan_dmuon.config.checks import check, model_parallel
     from torchtitan_dmuon.config.manager import load_job, print_config
 
     job = load_job(arguments)
@@ -197,7 +210,12 @@ def run(arguments: list[str]) -> int:
         return 0
     cluster = find_cluster(job)
     check(job, cluster.world_size, cluster.device)
-    build(job, cluster.device)
+    config = build(job, cluster.device)
+    init_console(0)
+    try:
+        prepare_data(config, cluster.world_size // model_parallel(job))
+    except OSError as e:
+        raise ConfigError(f"{job.at('dataloader.cache_folder')}: {e.strerror or e}") from e
     logs = Path(job.config.dump_folder, "logs")
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -216,7 +234,7 @@ def run(arguments: list[str]) -> int:
     logging.disable(logging.CRITICAL)
     try:
         elastic_launch(_launch_config(cluster, logs), sys.executable)(
-            "-u", "-m", "torchtitan_dmuon.train", *arguments
+            "-u", "-P", "-m", "torchtitan_dmuon.train", *arguments
         )
     except ChildFailedError as e:
         first = root_cause(e.failures)[1]

@@ -5,17 +5,24 @@ run_train.sh starts these through launch.py. Without torchrun's variables one pr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.log import init_console, log_to_file, logger
 from torchtitan_dmuon.patching import PatchError, require_patched_torchtitan
+
+if TYPE_CHECKING:
+    from torchtitan_dmuon.trainer import Trainer
+
+_PR_SET_PDEATHSIG = 1
 
 
 def _alone() -> None:
@@ -33,12 +40,13 @@ def _alone() -> None:
         os.environ.setdefault(name, value)
 
 
-@record
-def train(arguments: list[str], rank: int) -> None:
-    """Resolve the job and train. Raises ConfigError before any process group is made."""
+def resolve(arguments: list[str], rank: int) -> Trainer.Config | None:
+    """Return the checked config, or None if it was only to be printed.
+
+    Raises:
+        ConfigError: before any process group is made.
+    """
     # Imported late: these import torchtitan, whose version and patches are checked first.
-    import torch
-    from torchtitan.observability import structured_logger
     from torchtitan.tools.utils import device_type
 
     from torchtitan_dmuon.config.build import build
@@ -49,9 +57,18 @@ def train(arguments: list[str], rank: int) -> None:
     if job.print_config:
         if rank == 0:
             print_config(job.config)
-        return
+        return None
     check(job, int(os.environ["WORLD_SIZE"]), device_type)
-    config = build(job, device_type)
+    return build(job, device_type)
+
+
+@record
+def train(config: Trainer.Config, rank: int) -> None:
+    """Train on this rank. An error is recorded for the launcher, which decides what to show."""
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torchtitan.observability import structured_logger
+
     log_to_file(Path(config.dump_folder, "logs"), rank)
     structured_logger.init_structured_logger(
         source="training",
@@ -67,11 +84,26 @@ def train(arguments: list[str], rank: int) -> None:
         else:
             trainer.train()
             logger.info("done: step %d of %d", trainer.step, config.training.steps)
+    except CheckpointException as e:
+        # Not an Exception, so it would go unrecorded. Its text is a table of all nodes' errors.
+        failed, (cause, _) = next(iter(e.failures.items()))
+        raise RuntimeError(f"checkpoint: rank {failed}: {type(cause).__name__}: {cause}") from cause
     finally:
         if trainer is not None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this rank when the process that started it dies, however it dies."""
+    parent = os.getppid()
+    if sys.platform != "linux":
+        return
+    # Also seen by a parent that died before this call: the rank was then given another one.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def main() -> int:
@@ -81,11 +113,15 @@ def main() -> int:
     else:
         # A rank that waits for another in a collective does not run Python's handler.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_parent()
     rank = int(os.environ["RANK"])
     init_console(rank)
     try:
         require_patched_torchtitan()
-        train(sys.argv[1:], rank)
+        config = resolve(sys.argv[1:], rank)
+        if config is not None:
+            train(config, rank)
     except (ConfigError, PatchError) as e:
         if rank == 0:
             print(f"error: {e}", file=sys.stderr)

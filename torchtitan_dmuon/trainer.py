@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torchtitan import trainer as titan
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.metrics import ProgressMetrics
 
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
 
 class Trainer(titan.Trainer):
-    """Tells the progress line how long the job is, and says in one line what will run."""
+    """torchtitan's trainer, which also says what will run, how long, and where the data ended."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Trainer.Config):
         pass
 
     def __init__(self, config: Config) -> None:
+        self.data_ended = False
         super().__init__(config)
         if isinstance(self.metrics_processor, ProgressMetrics):
             self.metrics_processor.total_steps = config.training.steps
         logger.info(self.describe())
+
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches; note when the data end, and that the step under way does not count."""
+        try:
+            yield from super().batch_generator(data_iterable)
+        except DataloaderExhaustedError:
+            self.data_ended = True
+            self.step -= 1
+            raise
+
+    def train(self) -> None:
+        """Train to the last step, or to the end of the data: then the last state is saved too."""
+        super().train()
+        if not self.data_ended:
+            return
+        logger.warning("the data ended after %d of %d steps", self.step, self.config.training.steps)
+        if self.step % self.config.checkpoint.interval:
+            self.checkpointer.save(self.step, last_step=True)
 
     def describe(self) -> str:
         """One line: model, parameters, layout, batch."""

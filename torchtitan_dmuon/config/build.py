@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 from torchtitan.components.checkpointer import CheckpointManager
@@ -23,6 +24,7 @@ from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import Data, JobConfig, TrainData
 from torchtitan_dmuon.data import (
     RANDOM_TOKENS,
+    CorpusDataLoader,
     CorpusTokenizer,
     VocabOnlyTokenizer,
     loader_config,
@@ -129,6 +131,32 @@ def _checkpoint(config: CheckpointManager.Config) -> CheckpointManager.Config:
     return config
 
 
+def prepare_data(config: Trainer.Config, data_parallel: int) -> None:
+    """Train the tokenizer and tokenise the data, if need be, before any rank starts.
+
+    Ranks that start later find both in the cache. Streamed data has nothing to prepare.
+
+    Args:
+        config: What `build` returned.
+        data_parallel: Ranks that read different samples.
+
+    Raises:
+        ConfigError: the data cannot be used; OSError: the cache folder cannot.
+    """
+    loaders = [config.dataloader]
+    if config.validator.enable:
+        loaders.append(config.validator.dataloader)
+    for loader in loaders:
+        if isinstance(loader, CorpusDataLoader.Config):
+            loader.build(
+                dp_world_size=data_parallel,
+                dp_rank=0,
+                tokenizer=config.tokenizer.build(tokenizer_path=config.hf_assets_path),
+                seq_len=config.training.seq_len,
+                local_batch_size=config.training.local_batch_size,
+            )
+
+
 def build(job: Job, device: str) -> Trainer.Config:
     """Turn a job that passed `check` into the config that `.build()` makes a trainer of.
 
@@ -146,7 +174,7 @@ def build(job: Job, device: str) -> Trainer.Config:
     make_init_layout_independent(spec.model)
     vocab_size = spec.model.vocab_size
     try:
-        return Trainer.Config(
+        result = Trainer.Config(
             model_spec=spec,
             hf_assets_path=config.hf_assets_path,
             dump_folder=config.dump_folder,
@@ -172,5 +200,8 @@ def build(job: Job, device: str) -> Trainer.Config:
             override=config.override,
             loss=_loss(config, vocab_size),
         )
-    except (ValueError, AssertionError) as e:
-        raise ConfigError(f"{job.sources[0].path}: {' '.join(str(e).split())}") from e
+        # The model's own checks against the job; the trainer repeats this on the config it builds.
+        copy.deepcopy(spec.model).update_from_config(config=result)
+        return result
+    except (ValueError, AssertionError, NotImplementedError) as e:
+        raise ConfigError(f"{job.path}: {' '.join(str(e).split())}") from e

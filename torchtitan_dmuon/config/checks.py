@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from torchtitan_dmuon.config.data_source import locate
-from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import Data, torch_knows_spmd_types
 from torchtitan_dmuon.data import RANDOM_TOKENS, dataset_kind, open_source
@@ -38,12 +43,29 @@ _AT_LEAST_ONE = (
     "parallelism.expert_parallel_degree",
 )
 
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+}
 
-def _get(job: Job, key: str) -> float:
-    value: object = job.config
+
+_RANGES = (
+    ("lr_scheduler.warmup_steps", 0, 2**40),
+    ("lr_scheduler.total_steps", 1, 2**40),
+    ("lr_scheduler.decay_ratio", 0, 1),
+    ("lr_scheduler.min_lr_factor", 0, 1),
+    ("activation_checkpoint.memory_budget", 0, 1),
+    ("debug.seed", 0, 2**63 - 1),
+    # Accepted by torchtitan, not tried with this package.
+    ("parallelism.pipeline_parallel_degree", 1, 1),
+)
+"""Keys with a smallest and a largest value; unset ones are not checked."""
+
+
+def _get(job: Job, key: str) -> Any:
+    value: Any = job.config
     for name in key.split("."):
         value = getattr(value, name)
-    assert isinstance(value, int | float)
     return value
 
 
@@ -67,16 +89,19 @@ def degrees(job: Job) -> int | None:
     return None if is_open else product
 
 
+def model_parallel(job: Job) -> int:
+    """Return the number of ranks that work on the same samples."""
+    p = job.config.parallelism
+    return int(p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree)
+
+
 def _check_world(job: Job, world_size: int) -> int:
     """Check that the degrees fit the world. Returns the number of data-parallel ranks."""
     fixed = degrees(job)
     p = job.config.parallelism
     shown = " x ".join(f"{getattr(p, name)} {label}" for name, label in _FACTORS.items())
-    model_parallel = (
-        p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    )
     if fixed is None:
-        least = p.data_parallel_replicate_degree * model_parallel
+        least = p.data_parallel_replicate_degree * model_parallel(job)
         if world_size % least:
             raise ConfigError(
                 f"{job.at('parallelism')}: {world_size} ranks are not a multiple of {least}, "
@@ -85,9 +110,9 @@ def _check_world(job: Job, world_size: int) -> int:
     elif fixed != world_size:
         raise ConfigError(
             f"{job.at('parallelism')}: the degrees ({shown}) need {fixed} ranks, but the job has "
-            f"{world_size}; set NGPU={fixed} or --parallelism.data_parallel_shard_degree -1"
+            f"{world_size}; set NGPU={fixed} or change a degree"
         )
-    return world_size // int(model_parallel)
+    return world_size // model_parallel(job)
 
 
 def _check_numbers(job: Job) -> None:
@@ -100,16 +125,10 @@ def _check_numbers(job: Job) -> None:
     for beta in job.config.optimizer.betas:
         if not 0 <= beta < 1:
             raise ConfigError(f"{job.at('optimizer.betas')}: expected 0 <= beta < 1, got {beta}")
-    schedule = job.config.lr_scheduler
-    if schedule.warmup_steps < 0:
-        raise ConfigError(
-            f"{job.at('lr_scheduler.warmup_steps')}: expected 0 or more, "
-            f"got {schedule.warmup_steps}"
-        )
-    for name in ("decay_ratio", "min_lr_factor"):
-        value = getattr(schedule, name)
-        if value is not None and not 0 <= value <= 1:
-            raise ConfigError(f"{job.at(f'lr_scheduler.{name}')}: expected 0 to 1, got {value}")
+    for key, low, high in _RANGES:
+        number = _get(job, key)
+        if number is not None and not low <= number <= high:
+            raise ConfigError(f"{job.at(key)}: expected {low} to {high}, got {number}")
 
 
 def _check_batch(job: Job, data_parallel: int) -> None:
@@ -122,6 +141,17 @@ def _check_batch(job: Job, data_parallel: int) -> None:
             f"data-parallel ranks = {training.local_batch_size} x {data_parallel} = {per_pass}, "
             f"or -1, got {total}"
         )
+
+
+_CPU_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("training.disable_cuda_graphs", (True,), "there are no CUDA graphs"),
+    ("training.enable_cpu_offload", (False,), "there is nothing to offload from"),
+    (
+        "optimizer.implementation",
+        ("fused", "foreach", "for-loop"),
+        "bfloat16 optimizer states have no kernel",
+    ),
+)
 
 
 def _check_device(job: Job, device: str) -> None:
@@ -145,11 +175,10 @@ def _check_device(job: Job, device: str) -> None:
             f'{job.at("model.attn_backend")}: "{backend}" does not train on a CPU; expected "sdpa" '
             'or "auto"'
         )
-    if not job.config.training.disable_cuda_graphs:
-        raise ConfigError(
-            f"{job.at('training.disable_cuda_graphs')}: there are no CUDA graphs on a CPU; "
-            "expected true"
-        )
+    for key, expected, why in _CPU_VALUES:
+        if _get(job, key) not in expected:
+            choices = " or ".join(str(e).lower() for e in expected)
+            raise ConfigError(f"{job.at(key)}: {why} on a CPU; expected {choices}")
 
 
 def _check_model(job: Job) -> int:
@@ -194,6 +223,70 @@ def _check_tokenizer(job: Job, model_vocabulary: int) -> None:
         )
 
 
+def _check_names(job: Job) -> None:
+    """Check names that torchtitan looks up only when it uses them."""
+    for number, group in enumerate(job.config.optimizer.param_groups):
+        where = job.at(f"optimizer.param_groups[{number}]")
+        if group.optimizer_name not in _OPTIMIZERS:
+            close = nearest(group.optimizer_name, _OPTIMIZERS)
+            raise ConfigError(
+                f"{where}: unknown optimizer '{group.optimizer_name}'{close or ';'} "
+                f"expected one of {', '.join(_OPTIMIZERS)}"
+            )
+        try:
+            re.compile(group.pattern)
+        except re.error as e:
+            raise ConfigError(f"{where}: pattern is not a regular expression: {e}") from e
+        known = inspect.signature(_OPTIMIZERS[group.optimizer_name]).parameters
+        for name in group.optimizer_kwargs:
+            if name not in known or name == "params":
+                raise ConfigError(
+                    f"{where}: unknown argument '{name}' of {group.optimizer_name}"
+                    f"{nearest(name, known)}"
+                )
+    for key, names in _NAMES:
+        value = _get(job, key)
+        for name in value if isinstance(value, list) else [value]:
+            if name not in names:
+                raise ConfigError(
+                    f"{job.at(key)}: '{name}' is not one of {', '.join(names)}"
+                    f"{nearest(name, names)}"
+                )
+    for entry in job.config.override.imports:
+        target = entry if isinstance(entry, str) else entry[0]
+        try:
+            importlib.import_module(target.rpartition(".")[0])
+        except (ImportError, ValueError) as e:
+            raise ConfigError(f"{job.at('override.imports')}: {target}: {e}") from e
+
+
+_NAMES = (
+    ("compile.components", ("model", "loss")),
+    ("activation_checkpoint.determinism_check", ("default", "none")),
+    ("comm.mode", ("default", "torchcomms")),
+)
+
+
+def _check_shapes(job: Job) -> None:
+    """Check that a sequence splits evenly where it is split."""
+    config = job.config
+    p, seq_len = config.parallelism, config.training.seq_len
+    pieces = p.tensor_parallel_degree if p.enable_sequence_parallel else 1
+    pieces *= 2 * p.context_parallel_degree if p.context_parallel_degree > 1 else 1
+    if config.loss.name == "chunked_cross_entropy":
+        local = seq_len // p.context_parallel_degree
+        if local % config.loss.num_chunks:
+            raise ConfigError(
+                f"{job.at('loss.num_chunks')}: {config.loss.num_chunks} chunks do not divide a "
+                f'sequence of {local}; choose another number, or loss.name = "cross_entropy"'
+            )
+    if seq_len % pieces:
+        raise ConfigError(
+            f"{job.at('training.seq_len')}: {seq_len} is not a multiple of {pieces}, which the "
+            "tensor and context degrees need"
+        )
+
+
 def _paths(job: Job) -> Iterator[tuple[str, str]]:
     config = job.config
     if config.hf_assets_path:
@@ -206,9 +299,20 @@ def _check_files(job: Job) -> None:
     for key, folder in _paths(job):
         if not Path(folder).is_dir():
             raise ConfigError(f"{job.at(key)}: no such folder: {folder}")
+    _check_checkpoint(job)
     sections: list[tuple[str, Data]] = [("dataloader", job.config.dataloader)]
     if job.config.validator.enable:
         sections.append(("validator.data", job.config.validator.data))
+        if not job.config.validator.data.dataset:
+            raise ConfigError(
+                f"{job.at('validator.data.dataset')}: expected the name or path of held-out data"
+            )
+    random = [locate(data)[0] == RANDOM_TOKENS for _, data in sections]
+    if any(random) and not all(random) and not job.config.hf_assets_path:
+        raise ConfigError(
+            f"{job.at('validator.data.dataset')}: random tokens and text do not go together "
+            "without a tokenizer; set hf_assets_path"
+        )
     for section, data in sections:
         name, path = locate(data)
         try:
@@ -225,6 +329,28 @@ def _check_files(job: Job) -> None:
             )
 
 
+def _check_checkpoint(job: Job) -> None:
+    c = job.config.checkpoint
+    if not c.enable or "://" in c.folder:
+        return
+    source = c.initial_load_path
+    local = source and "://" not in source and not c.initial_load_in_hf
+    if local and not Path(str(source), ".metadata").is_file():
+        raise ConfigError(
+            f"{job.at('checkpoint.initial_load_path')}: {source} is not a complete checkpoint "
+            "(it has no .metadata); expected a folder named step-N"
+        )
+    folder = Path(job.config.dump_folder, c.folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{job.at('checkpoint.folder')}: {folder} is not a folder")
+    steps = sorted(p.name for p in folder.glob("step-*")) if folder.is_dir() else []
+    if c.load_step != -1 and f"step-{c.load_step}" not in steps:
+        raise ConfigError(
+            f"{job.at('checkpoint.load_step')}: no step-{c.load_step} in {folder}; "
+            f"found {', '.join(steps) or 'none'}"
+        )
+
+
 def check(job: Job, world_size: int, device: str) -> None:
     """Raise ConfigError for the first thing that would make the job fail.
 
@@ -234,6 +360,8 @@ def check(job: Job, world_size: int, device: str) -> None:
         device: "cuda" or "cpu", what the ranks run on.
     """
     _check_numbers(job)
+    _check_names(job)
+    _check_shapes(job)
     _check_device(job, device)
     vocabulary = _check_model(job)
     _check_batch(job, _check_world(job, world_size))

@@ -15,6 +15,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean "X"?` for the closest of `choices`, or an empty string."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f'; did you mean "{close[0]}"?' if close else ""
+    """Return `; did you mean 'X'?` for the closest of `choices`, or an empty string."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f"; did you mean '{by_lower[close[0]]}'?" if close else ""

@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from torchtitan_dmuon.config import toml_io
+from torchtitan_dmuon.config.command_line import parse
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.schema import JobConfig
 
@@ -34,20 +35,20 @@ class Job:
 
     config: JobConfig
     sources: tuple[toml_io.Source, ...]
-    """The config file first, then the chain of files that it builds on with `base`."""
-    overridden: frozenset[str]
-    """Dotted keys given on the command line."""
+    """The command line, the config file, then the chain of files that it builds on (`base`)."""
     print_config: bool
 
     def at(self, key: str) -> str:
         """Say where a key was set, for messages."""
-        section, _, name = key.rpartition(".")
-        if key in self.overridden or f"{section}.no_{name}" in self.overridden:
-            return f"--{key}"
         for source in self.sources:
             if source.line(key) is not None:
                 return source.at(key)
-        return f"{self.sources[0].at(key)} (default)"
+        return f"{self.path}: {key} (default)"
+
+    @property
+    def path(self) -> str:
+        """The config file, as messages show it."""
+        return self.sources[1].path
 
 
 def find_config(name: str) -> Path:
@@ -73,7 +74,9 @@ def find_config(name: str) -> Path:
 
 
 def _read_chain(path: Path) -> list[tuple[dict[str, Any], toml_io.Source]]:
-    """Read a config file and those it builds on: `base = "other.toml"`, relative to the file.
+    """Read a config file and those it builds on.
+
+    `base = "other.toml"` names a file beside it, or one of train_configs/.
 
     Raises:
         ConfigError: a file that cannot be read, or a file that builds on itself.
@@ -90,10 +93,12 @@ def _read_chain(path: Path) -> list[tuple[dict[str, Any], toml_io.Source]]:
             return files
         if not isinstance(base, str):
             raise ConfigError(f'{source.at("base")}: expected the name of a file, e.g. "x.toml"')
-        path = path.parent / base
+        beside = path.parent / base
+        path = beside if beside.is_file() else CONFIG_FOLDER / base
         if not path.is_file():
-            known = [p.name for p in path.parent.glob("*.toml")]
-            raise ConfigError(f"{source.at('base')}: no such file: {path}{nearest(base, known)}")
+            folders = (beside.parent, CONFIG_FOLDER)
+            known = [p.name for folder in folders for p in folder.glob("*.toml")]
+            raise ConfigError(f"{source.at('base')}: no such file: {beside}{nearest(base, known)}")
         if path.resolve() in seen:
             raise ConfigError(f"{source.at('base')}: {path} builds on itself")
 
@@ -105,12 +110,13 @@ def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
     for argument in remaining:
         if argument == option:
             value = next(remaining, None)
-            if value is None or value.startswith("--"):
-                raise ConfigError(f"{option}: expected a value")
         elif argument.startswith(option + "="):
             value = argument.partition("=")[2]
         else:
             rest.append(argument)
+            continue
+        if not value or value.startswith("--"):
+            raise ConfigError(f"{option}: expected a value")
     return value, rest
 
 
@@ -118,37 +124,43 @@ def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
     """Resolve a job from command-line arguments, without the program's name.
 
     Args:
-        arguments: `[--config FILE] [--print-config] [--section.key value ...]`.
-        quiet: Print no command-line errors and no help (ranks other than 0).
+        arguments: `[--config FILE] [--print-config] [--help] [--section.key value ...]`.
+        quiet: Print no help (ranks other than 0).
 
     Raises:
-        ConfigError: a mistake in the file, or in a value given on the command line.
-        SystemExit: status 2 for an unknown or malformed option (tyro has printed why), 0 for
-            `--help`.
+        ConfigError: a mistake in a file or on the command line.
+        SystemExit: status 0 for `--help`.
     """
     name, rest = _take(arguments, "--config")
     print_config = "--print-config" in rest
     rest = [a for a in rest if a != "--print-config"]
     with _without_warnings():
-        files = _read_chain(find_config(name or DEFAULT_CONFIG))
-        from_file = JobConfig()
+        files = _read_chain(find_config(DEFAULT_CONFIG if name is None else name))
+        config = JobConfig()
         for table, source in reversed(files):
-            from_file = toml_io.merge(from_file, table, source)
-        ConfigManager()  # registers torchtitan's rules for lists on the command line
-        config = tyro.cli(
-            JobConfig,
-            args=rest,
-            default=from_file,
-            registry=custom_registry,
-            description=_DESCRIPTION,
-            prog="run_train.sh",
-            use_underscores=True,
-            console_outputs=not quiet,
-        )
-    overridden = frozenset(
-        a[2:].partition("=")[0].replace("-", "_") for a in rest if a.startswith("--")
+            config = toml_io.merge(config, table, source)
+        if "--help" in rest or "-h" in rest:
+            _print_help(config, quiet)
+        table, command_line = parse(rest, config)
+        config = toml_io.merge(config, table, command_line)
+    return Job(config, (command_line, *(source for _, source in files)), print_config)
+
+
+def _print_help(config: JobConfig, quiet: bool) -> NoReturn:
+    """Print every key with its meaning and the value it would have, and exit."""
+    ConfigManager()  # registers torchtitan's rules for the types of its keys
+    tyro.cli(
+        JobConfig,
+        args=["--help"],
+        default=config,
+        registry=custom_registry,
+        description=_DESCRIPTION,
+        prog="run_train.sh",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        console_outputs=not quiet,
     )
-    return Job(config, tuple(source for _, source in files), overridden, print_config)
+    raise SystemExit(0)
 
 
 def print_config(config: JobConfig) -> None:

@@ -32,7 +32,7 @@ def torch_knows_spmd_types() -> bool:
     return (int(major), int(minor)) >= (2, 14)
 
 
-def default_spmd_backend() -> Literal["partial_dtensor", "full_dtensor", "spmd_types"]:
+def default_spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
     """torchtitan's default where torch supports it, else the one that works."""
     return "spmd_types" if torch_knows_spmd_types() else "partial_dtensor"
 
@@ -51,7 +51,7 @@ class Model:
 
 @dataclass(kw_only=True, slots=True)
 class Parallelism(ParallelismConfig):
-    spmd_backend: Literal["partial_dtensor", "full_dtensor", "spmd_types"] = field(
+    spmd_backend: Literal["partial_dtensor", "spmd_types"] = field(
         default_factory=default_spmd_backend
     )
     """
@@ -180,8 +180,9 @@ class Validation:
     steps: int = 10
     """Batches per validation, the same on every rank."""
 
-    data: Data = field(default_factory=Data)
-    """The held-out data."""
+    # Named on purpose: a default would be the training data of some job.
+    data: Data = field(default_factory=lambda: Data(dataset=""))
+    """The held-out data; dataset must be set."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -213,7 +214,10 @@ class JobConfig:
     """How the job is spread over ranks."""
 
     optimizer: Optimizer = field(default_factory=Optimizer)
-    """The optimizer."""
+    """
+    The optimizer. In a config file `[[optimizer.param_groups]]` entries (pattern, optimizer_name,
+    optimizer_kwargs) set another one for the parameters whose names match.
+    """
 
     lr_scheduler: LRSchedulersContainer.Config = field(default_factory=LRSchedulersContainer.Config)
     """Learning-rate schedule, shared in shape by all parameter groups."""

@@ -38,8 +38,8 @@ class Source:
                 section = header.group(1).replace('"', "").replace(" ", "")
                 if section == key and header_line is None:
                     header_line = number
-            elif name := re.match(r'\s*"?([\w.\-" ]+?)"?\s*=', line):
-                full = ".".join(filter(None, [section, name.group(1).replace('"', "")]))
+            elif name := re.match(r"""\s*["']?([\w.\-"' ]+?)["']?\s*=""", line):
+                full = ".".join(filter(None, [section, re.sub("[\"' ]", "", name.group(1))]))
                 if full == key or (full.startswith(key + ".") and header_line is None):
                     return number
         return header_line
@@ -52,7 +52,7 @@ def read(path: Path, shown: str) -> tuple[dict[str, Any], Source]:
         ConfigError: unreadable file, text that is not UTF-8, or a TOML error with its line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as e:
         raise ConfigError(f"{shown}: cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -79,7 +79,7 @@ def merge(default: T, table: Mapping[str, Any], source: Source, prefix: str = ""
         key = f"{prefix}{name}"
         if name not in names:
             kind = "section" if isinstance(value, dict) else "key"
-            inside = [n for n in names if hasattr(getattr(default, n), name)]
+            inside = [n for n in names if name in _fields(getattr(default, n))]
             close = f"; it belongs in [{prefix}{inside[0]}]" if inside else nearest(name, names)
             raise ConfigError(
                 f"{source.at(key)}: unknown {kind}{close} (known here: {', '.join(sorted(names))})"
@@ -98,6 +98,10 @@ def merge(default: T, table: Mapping[str, Any], source: Source, prefix: str = ""
     except (ValueError, AssertionError) as e:
         where = source.at(prefix.rstrip(".")) if prefix else source.path
         raise ConfigError(f"{where}: {e}") from e
+
+
+def _fields(value: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
 
 
 def _convert(hint: Any, value: Any, key: str, source: Source) -> Any:

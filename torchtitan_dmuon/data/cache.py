@@ -17,7 +17,8 @@ from pathlib import Path
 
 import platformdirs
 from filelock import FileLock, Timeout
-from torchtitan.tools.logging import logger
+
+from torchtitan_dmuon.log import logger
 
 LOCK_TIMEOUT_SECONDS = 1800.0
 """Longest wait for another process that is building the same folder."""

@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.tools.logging import logger
+
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.log import logger
 
 from .cache import LOCK_TIMEOUT_SECONDS, cache_root, cached_folder
 from .datasets import TextSource
@@ -256,7 +258,7 @@ def _tokenise(source: TextSource, tokenizer: BaseTokenizer, digest: str, folder:
                 next_report = time.monotonic() + _REPORT_SECONDS
                 logger.info(_progress(source.name, starts, tokens, characters, start))
         if tokens.length == 0:
-            raise ValueError(
+            raise ConfigError(
                 f"dataset: '{source.name}' is an empty corpus: none of its {len(source.files)} "
                 f"files (the first is {source.files[0].path}) holds text to train on"
             )
@@ -293,7 +295,7 @@ def _append(
     lengths = np.array([len(ids) for ids in documents], dtype=np.int64)
     ids = np.concatenate([np.array(ids, dtype=np.int64) for ids in documents])
     if ids.min() < 0 or ids.max() >= id_bound:
-        raise ValueError(
+        raise ConfigError(
             f"tokenizer: tokenising '{dataset}' gave ids from {ids.min()} to {ids.max()}, outside "
             f"its vocabulary, whose ids end before {id_bound}"
         )

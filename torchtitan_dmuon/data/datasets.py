@@ -25,12 +25,13 @@ import datasets as hf_datasets
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from torchtitan_dmuon.config.errors import ConfigError, nearest
+
 from .readers import (
     JSONL_SUFFIXES,
     PARQUET_SUFFIXES,
     TEXT_SUFFIXES,
     file_kind,
-    nearest,
     read_documents,
     supported_suffixes,
 )
@@ -126,7 +127,7 @@ def dataset_kind(dataset: str) -> DatasetKind:
     if dataset in DATASETS:
         return "streamed"
     names = dataset_names()
-    raise ValueError(
+    raise ConfigError(
         f"dataset: no data set is called '{dataset}'{nearest(dataset, names) or '.'} Known are "
         f"{', '.join(names)}. For files of your own set dataset = '{LOCAL_FILES}' and dataset_path."
     )
@@ -151,7 +152,7 @@ def open_source(
     kind = dataset_kind(dataset)
     if kind != "corpus":
         corpora = [name for name, other in _KINDS.items() if other == "corpus"]
-        raise ValueError(
+        raise ConfigError(
             f"dataset: '{dataset}' is {kind}, not a set of local files; "
             f"expected one of {', '.join(corpora)}"
         )
@@ -175,7 +176,7 @@ def register_datasets() -> None:
     entries = _registry_entries()
     for name, entry in entries.items():
         if DATASETS.get(name, entry) is not entry:
-            raise ValueError(
+            raise ConfigError(
                 f"torchtitan's registry already has another data set called '{name}'; "
                 "register that one under another name"
             )
@@ -236,10 +237,10 @@ def _load_fineweb_edu(path: str) -> hf_datasets.IterableDataset:
         files = _local_files(str(subset if subset.is_dir() else root))
         found = [str(file.path) for file in files if file_kind(file.path) == "parquet"]
         if not found:
-            raise ValueError(f"dataset_path: {path} holds no .parquet file of '{FINEWEB_EDU}'")
+            raise ConfigError(f"dataset_path: {path} holds no .parquet file of '{FINEWEB_EDU}'")
         return hf_datasets.load_dataset("parquet", data_files=found, split="train", streaming=True)
     if path.count("/") != 1 or path.startswith((".", "~", "/")):
-        raise ValueError(
+        raise ConfigError(
             f"dataset_path: {path} does not exist; for '{FINEWEB_EDU}' give a folder with its "
             f"Parquet files or a Hugging Face repository such as '{_FINEWEB_REPOSITORY}'"
         )
@@ -255,7 +256,7 @@ def _load_fineweb_edu(path: str) -> hf_datasets.IterableDataset:
 
 def _stdlib_files(root: Path) -> list[SourceFile]:
     if not (root / "os.py").is_file():
-        raise ValueError(
+        raise ConfigError(
             f"dataset_path: {root} is no Python standard library (it has no os.py), which is what "
             f"'{PYTHON_STDLIB}' reads; for files of your own set dataset = '{LOCAL_FILES}'"
         )
@@ -270,14 +271,14 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
 
 def _local_files(dataset_path: str | None) -> list[SourceFile]:
     if not dataset_path:
-        raise ValueError(
+        raise ConfigError(
             f"dataset_path: '{LOCAL_FILES}' needs the path of a file, a folder or a glob pattern"
         )
     path = Path(dataset_path).expanduser()
     if path.is_dir():
         files = [file for file in _walk(path) if file_kind(file.path)]
         if not files:
-            raise ValueError(
+            raise ConfigError(
                 f"dataset_path: no readable file below the folder {path}; expected files that end "
                 f"in one of {supported_suffixes()}"
             )
@@ -287,11 +288,11 @@ def _local_files(dataset_path: str | None) -> list[SourceFile]:
     elif glob.has_magic(str(path)):
         files = _glob_files(str(path))
     else:
-        raise ValueError(_missing_path(path))
+        raise ConfigError(_missing_path(path))
     for file in files:
         if file_kind(file.path) is None:
             suffixes = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES)
-            raise ValueError(
+            raise ConfigError(
                 f"dataset_path: {file.path} has the unsupported suffix '{file.path.suffix}'"
                 f"{nearest(file.path.suffix, suffixes)} Expected one of {supported_suffixes()}."
             )
@@ -302,7 +303,7 @@ def _glob_files(pattern: str) -> list[SourceFile]:
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     paths = [path for path in paths if path.is_file()]
     if not paths:
-        raise ValueError(f"dataset_path: no file matches the pattern {pattern}")
+        raise ConfigError(f"dataset_path: no file matches the pattern {pattern}")
     base = os.path.commonpath([path.parent for path in paths])
     files = [SourceFile(path=path, name=_relative(path, base)) for path in paths]
     return sorted(files, key=lambda file: file.name)

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
+
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.log import logger
 
 from .corpus import Int64Array, open_corpus
 from .datasets import PYTHON_STDLIB, RANDOM_TOKENS, dataset_kind, open_source
@@ -44,9 +46,9 @@ class IndexedDataLoader(BaseDataLoader):  # type: ignore[misc]
         self, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int
     ) -> None:
         if not 0 <= dp_rank < dp_world_size:
-            raise ValueError(f"dp_rank {dp_rank} is not one of {dp_world_size} ranks")
+            raise ConfigError(f"dp_rank {dp_rank} is not one of {dp_world_size} ranks")
         if seq_len < 1 or local_batch_size < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"seq_len {seq_len} and local_batch_size {local_batch_size} must be at least 1"
             )
         self._dp_world_size = dp_world_size
@@ -162,7 +164,7 @@ class CorpusDataLoader(IndexedDataLoader):
         info = self.corpus.info
         self.num_windows = info.num_pairs // seq_len
         if self.num_windows < self.global_batch_size:
-            raise ValueError(
+            raise ConfigError(
                 f"dataset: '{config.dataset}' has {info.num_tokens} tokens in "
                 f"{info.num_documents} documents, which make {self.num_windows} windows of seq_len "
                 f"{seq_len}; one batch of local_batch_size {local_batch_size} on {dp_world_size} "
@@ -229,9 +231,9 @@ class RandomTokenDataLoader(IndexedDataLoader):
         def __post_init__(self) -> None:
             check_seed(self.seed)
             if self.dataset != RANDOM_TOKENS:
-                raise ValueError(f"dataset: expected '{RANDOM_TOKENS}', not '{self.dataset}'")
+                raise ConfigError(f"dataset: expected '{RANDOM_TOKENS}', not '{self.dataset}'")
             if self.dataset_path:
-                raise ValueError(
+                raise ConfigError(
                     f"dataset_path: '{RANDOM_TOKENS}' reads no files; remove {self.dataset_path}"
                 )
 
@@ -256,7 +258,7 @@ class RandomTokenDataLoader(IndexedDataLoader):
         self._vocab_size = int(tokenizer.get_vocab_size())
         self._end = None if config.infinite else config.epoch_samples
         if self._end is not None and self._end < self.global_batch_size:
-            raise ValueError(
+            raise ConfigError(
                 f"epoch_samples: {self._end} is fewer than the {self.global_batch_size} samples of "
                 f"one batch of {local_batch_size} on {dp_world_size} data-parallel ranks"
             )

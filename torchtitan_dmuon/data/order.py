@@ -3,6 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_dmuon.config.errors import ConfigError
+
 
 def permutation(length: int, *seed: int) -> npt.NDArray[np.int64]:
     """A permutation of 0 .. length - 1, int64 [length], drawn from the seed numbers.
@@ -22,4 +24,4 @@ def raw_draws(length: int, *seed: int) -> npt.NDArray[np.uint64]:
 def check_seed(seed: int) -> None:
     """Raise ValueError unless ``seed`` can seed a generator."""
     if seed < 0:
-        raise ValueError(f"seed: expected a number of at least 0, not {seed}")
+        raise ConfigError(f"seed: expected a number of at least 0, not {seed}")

@@ -9,17 +9,18 @@
 Text and JSON-lines files may also be compressed: ``.gz`` or ``.zst`` after the suffix.
 """
 
-import difflib
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from torchtitan_dmuon.config.errors import ConfigError, nearest
 
 FileKind = Literal["text", "jsonl", "parquet"]
 
@@ -63,12 +64,6 @@ def supported_suffixes() -> str:
     return f"{names} (text and JSON lines also with {' or '.join(COMPRESSION_SUFFIXES)})"
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'text'?``, or "" when nothing is close."""
-    matches = difflib.get_close_matches(word, list(candidates), n=1)
-    return f"; did you mean '{matches[0]}'?" if matches else ""
-
-
 def read_documents(path: Path, text_key: str) -> Iterator[str]:
     """Yield the documents of one file, holding no more than one of them (or one Parquet batch).
 
@@ -87,7 +82,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[str]:
         yield from _read_parquet(path, text_key)
     else:
         hint = nearest(path.suffix, (*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES))
-        raise ValueError(
+        raise ConfigError(
             f"{path}: unsupported suffix '{path.suffix}', expected one of "
             f"{supported_suffixes()}{hint}"
         )
@@ -115,9 +110,9 @@ def _read_text(path: Path) -> str:
             data = stream.read(MAX_TEXT_FILE_BYTES + 1)
     except _DAMAGE_ERRORS as error:
         _raise_if_system_error(error)
-        raise ValueError(f"{path}: damaged file: {error}") from error
+        raise ConfigError(f"{path}: damaged file: {error}") from error
     if len(data) > MAX_TEXT_FILE_BYTES:
-        raise ValueError(
+        raise ConfigError(
             f"{path}: a plain-text file is one document and may have up to "
             f"{MAX_TEXT_FILE_BYTES} bytes; cut it into documents, as several files or as "
             'JSON lines ({"text": "..."})'
@@ -125,7 +120,7 @@ def _read_text(path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise ConfigError(
             f"{path}: expected UTF-8 text, byte {error.start} is {data[error.start]:#04x}; "
             "convert the file to UTF-8"
         ) from error
@@ -140,27 +135,27 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
                     yield _text_of_line(line, text_key, f"{path}, line {number}")
     except _DAMAGE_ERRORS as error:
         _raise_if_system_error(error)
-        raise ValueError(f"{path}: damaged file after line {number}: {error}") from error
+        raise ConfigError(f"{path}: damaged file after line {number}: {error}") from error
 
 
 def _text_of_line(line: bytes, text_key: str, where: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: expected one JSON object per line: {error}") from error
+        raise ConfigError(f"{where}: expected one JSON object per line: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
+        raise ConfigError(f"{where}: expected a JSON object, found {type(row).__name__}")
     if text_key not in row:
-        raise ValueError(_missing_key(where, text_key, list(row)))
+        raise ConfigError(_missing_key(where, text_key, list(row)))
     text = row[text_key]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: '{text_key}' holds {type(text).__name__}, expected text")
+        raise ConfigError(f"{where}: '{text_key}' holds {type(text).__name__}, expected text")
     if b"\\u" in line:
         # JSON can spell half of a surrogate pair, which is not a character.
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: '{text_key}' holds the lone surrogate {error.object[error.start]!a} at "
                 f"character {error.start}, which is not valid text"
             ) from error
@@ -173,12 +168,12 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             if text_key not in columns:
-                raise ValueError(_missing_key(str(path), text_key, columns))
+                raise ConfigError(_missing_key(str(path), text_key, columns))
             batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_key])
             for batch in batches:
                 for text in batch.column(0).to_pylist():
                     if not isinstance(text, str):
-                        raise ValueError(
+                        raise ConfigError(
                             f"{path}, row {row}: '{text_key}' holds {type(text).__name__}, "
                             "expected text"
                         )
@@ -186,7 +181,7 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
                     yield text
     except _DAMAGE_ERRORS as error:
         _raise_if_system_error(error)
-        raise ValueError(f"{path}: damaged Parquet file at or after row {row}: {error}") from error
+        raise ConfigError(f"{path}: damaged Parquet file at or after row {row}: {error}") from error
 
 
 def _missing_key(where: str, text_key: str, found: list[str]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan_dmuon.config.errors import ConfigError
+
 REMEDY = (
     "to start the data from their beginning and load everything else, set "
     'checkpoint.exclude_from_loading = ["dataloader"].'
@@ -22,12 +24,12 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """
     for key, value in expected.items():
         if key not in state:
-            raise ValueError(
+            raise ConfigError(
                 f"dataloader: the checkpoint's state has no '{key}' (it has {sorted(state)}), so "
                 f"another kind of loader wrote it; {REMEDY}"
             )
         if value is not None and state[key] != value:
-            raise ValueError(
+            raise ConfigError(
                 f"dataloader: '{key}' is {state[key]!r} in the checkpoint and {value!r} in this "
                 f"run, so the data can not continue where they stopped. Use the same {key}, "
                 f"or: {REMEDY}"

@@ -15,10 +15,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader, HuggingFaceTextDataset
 
+from torchtitan_dmuon.config.errors import ConfigError, nearest
+
 from .corpus import tokenizer_digest
 from .datasets import FINEWEB_EDU, LOCAL_FILES, PYTHON_STDLIB, dataset_kind, register_datasets
 from .order import check_seed, permutation
-from .readers import nearest
 from .state import REMEDY, check_state
 
 # Sets whose text key the user may choose; torchtitan's own bring their own processing.
@@ -92,7 +93,7 @@ class StreamedTextDataset(HuggingFaceTextDataset):  # type: ignore[misc]
         # One empty epoch is normal: a run that resumed at the very end of one.
         self._empty_epochs = 0 if self._sample_idx else self._empty_epochs + 1
         if self._empty_epochs > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"dataset: '{self.dataset_name}' has no document for this data-parallel rank; "
                 "use fewer ranks or a set with more documents"
             )
@@ -132,11 +133,11 @@ class _TextOf:
         if isinstance(text, str):
             return text
         if self.text_key in sample:
-            raise ValueError(
+            raise ConfigError(
                 f"text_key: '{self.text_key}' of '{self.dataset}' holds {type(text).__name__}, "
                 "expected text"
             )
-        raise ValueError(
+        raise ConfigError(
             f"text_key: samples of '{self.dataset}' have no '{self.text_key}', found the keys "
             f"{sorted(sample)}{nearest(self.text_key, sample) or '.'}"
         )
@@ -189,12 +190,12 @@ class StreamingDataLoader(HuggingFaceTextDataLoader):  # type: ignore[misc]
             if self.num_workers:
                 # Measured with 2 workers: some batches after a resume are not the ones that
                 # would have followed. One process tokenises far faster than one rank trains.
-                raise ValueError(
+                raise ConfigError(
                     f"num_workers: expected 0, not {self.num_workers}; worker processes would not "
                     "resume at the exact place in a streamed data set"
                 )
             if self.shuffle_block < 1:
-                raise ValueError(
+                raise ConfigError(
                     f"shuffle_block: expected at least 1 document, not {self.shuffle_block}; "
                     "to keep the order of the files set shuffle = false"
                 )
@@ -212,7 +213,7 @@ class StreamingDataLoader(HuggingFaceTextDataLoader):  # type: ignore[misc]
     ) -> None:
         register_datasets()
         if dataset_kind(config.dataset) == "random":
-            raise ValueError(f"dataset: '{config.dataset}' has no documents to stream")
+            raise ConfigError(f"dataset: '{config.dataset}' has no documents to stream")
         dataset = StreamedTextDataset(
             seed=config.seed,
             shuffle_block=config.shuffle_block if config.shuffle else 0,
@@ -267,7 +268,7 @@ class StreamingDataLoader(HuggingFaceTextDataLoader):  # type: ignore[misc]
         try:
             state = json.loads(state_dict[self._rank_id])
         except (TypeError, ValueError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"dataloader: '{self._rank_id}' of the checkpoint is not JSON text ({error}); "
                 f"torchtitan's own loaders write another form; {REMEDY}"
             ) from error

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.tools.logging import logger
+
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.log import logger
 
 from .cache import cache_root, cached_folder
 from .datasets import PYTHON_STDLIB, TextSource, open_source
@@ -69,7 +71,7 @@ class CorpusTokenizer(HuggingFaceTokenizer):  # type: ignore[misc]
 
         def __post_init__(self) -> None:
             if self.vocab_size <= _BYTE_TOKENS:
-                raise ValueError(
+                raise ConfigError(
                     f"vocab_size: expected more than {_BYTE_TOKENS} (one token per byte, and "
                     f"'{END_OF_TEXT}'), not {self.vocab_size}"
                 )
@@ -92,7 +94,7 @@ class VocabOnlyTokenizer(BaseTokenizer):  # type: ignore[misc]
 
         def __post_init__(self) -> None:
             if self.vocab_size < 1:
-                raise ValueError(f"vocab_size: expected at least 1, not {self.vocab_size}")
+                raise ConfigError(f"vocab_size: expected at least 1, not {self.vocab_size}")
 
     def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
         super().__init__()
@@ -139,7 +141,7 @@ def _train(source: TextSource, vocab_size: int, folder: Path) -> None:
     logger.info(f"Training a tokenizer of {vocab_size} tokens on '{source.name}', once.")
     texts = spaced_sample(source.documents(), _TRAINING_CHARACTERS, _DOCUMENT_CHARACTERS)
     if not any(texts):
-        raise ValueError(
+        raise ConfigError(
             f"dataset: '{source.name}' is an empty corpus: none of its {len(source.files)} files "
             f"(the first is {source.files[0].path}) holds text to train a tokenizer on"
         )

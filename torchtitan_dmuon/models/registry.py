@@ -1,12 +1,13 @@
 """Look up a model by name and flavor."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 from torchtitan.models import qwen3
 from torchtitan.protocols.model_spec import ModelSpec
+
+from torchtitan_dmuon.config.errors import ConfigError, nearest
 
 from . import qwen2_5
 from .llama import llama_flavors, llama_model_spec
@@ -66,7 +67,6 @@ def _check(what: str, value: str, valid: Iterable[str]) -> None:
     choices = list(valid)
     if value in choices:
         return
-    by_lower = {choice.lower(): choice for choice in choices}
-    nearest = difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0.3)
-    hint = f"; did you mean {by_lower[nearest[0]]!r}?" if nearest else "."
-    raise ValueError(f"unknown {what} {value!r}{hint} Valid: {', '.join(choices)}")
+    raise ConfigError(
+        f"unknown {what} {value!r}{nearest(value, choices) or '.'} Valid: {', '.join(choices)}"
+    )
