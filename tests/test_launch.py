@@ -16,16 +16,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import load_job
-from torchtitan_dmuon.launch import find_cluster, root_cause
+from torchtitan_dmuon.launch import explain, find_cluster, root_cause
 
 ROOT = Path(__file__).resolve().parent.parent
+_LAUNCH = [sys.executable, "-P", "-m", "torchtitan_dmuon.launch"]
 SHORT = ["--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "0"]
 
 
 def _start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "NGPU", "WORLD_SIZE")}
     return subprocess.Popen(
-        [sys.executable, "-m", "torchtitan_dmuon.launch", *arguments],
+        [*_LAUNCH, *arguments],
         cwd=cwd,
         env={**env, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,
@@ -160,6 +161,34 @@ def test_ctrl_c_ends_every_rank(endless: subprocess.Popen[str]) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
+def test_ranks_end_with_their_launcher(endless: subprocess.Popen[str]) -> None:
+    """kill -9 of the launcher leaves no rank behind that goes on training."""
+    pids = _ranks_of(endless)
+    assert len(pids) == 4
+    os.kill(endless.pid, signal.SIGKILL)
+    endless.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_failed_save_names_its_cause(tmp_path: Path) -> None:
+    """A checkpoint that cannot be written ends the job with the operating system's reason; a
+    file of the current folder with the name of a module is not taken for it."""
+    (tmp_path / "tomli_w.py").write_text("raise SystemExit('shadowed')")
+    steps = tmp_path / "out" / "checkpoint"
+    steps.mkdir(parents=True)
+    (steps / "step-2").write_text("in the way")
+    save = ["--checkpoint.enable", "--checkpoint.interval", "2", "--training.steps", "3"]
+    job = ["--config", "debug.toml", "--dump_folder", "out", *SHORT, *save]
+    launcher = _start(*job, cwd=tmp_path, NGPU="1")
+    _, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1, err
+    assert err.startswith("error: rank 0 failed first (exit status 1)")
+    assert re.search(r"RuntimeError: checkpoint: rank 0: (FileExistsError|NotADirectoryError)", err)
+
+
 def _failure(message: str, exitcode: int = 1, timestamp: int = 5) -> ProcessFailure:
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
     failure.message, failure.timestamp = message, timestamp
@@ -176,6 +205,17 @@ def test_root_cause_is_not_the_rank_that_lost_its_peer() -> None:
     assert root_cause({0: lost, 2: _failure("x", timestamp=9)})[0] == 2
 
 
+def test_a_hung_rank_is_not_called_killed(tmp_path: Path) -> None:
+    """A rank that the agent had to kill because others timed out on it is said to have hung."""
+    failures = {
+        0: _failure("RuntimeError: Timed out waiting 10000ms for recv operation to complete"),
+        1: _failure("Signal 9 (SIGKILL) received", exitcode=-9),
+    }
+    text = explain(failures, tmp_path).splitlines()
+    assert text[0].startswith("error: rank 1 failed first (it did not answer")
+    assert "rank 0 then failed: RuntimeError: Timed out" in text[2]
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -183,6 +223,7 @@ def test_root_cause_is_not_the_rank_that_lost_its_peer() -> None:
         ({"NGPU": "two"}, 'NGPU: expected a whole number, got "two"'),
         ({"NNODES": "2"}, "NNODES > 1 needs MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "expected 0 <= NODE_RANK < NNODES"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: expected a port from 1 to 65535"),
         ({"NNODES": "3", "MASTER_ADDR": "x"}, "multiply to 4 ranks, which NNODES=3"),
     ],
 )

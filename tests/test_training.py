@@ -121,6 +121,23 @@ def test_resume_continues_bit_for_bit(layout: str, tmp_path: Path) -> None:
     assert rest == unbroken[3:]
 
 
+def test_data_that_end_are_said_and_saved(tmp_path: Path) -> None:
+    """Without `infinite` training stops with the data, all ranks after the same step, and the
+    last state is saved although its step is not a multiple of the interval."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(30):
+        (text / f"{number:02d}.txt").write_text(f"{number} the quick brown fox. " * 40)
+    job = _job("ddp", tmp_path / "out", "--training.steps", "500", "--dataloader.infinite=false")
+    job += ["--dataloader.dataset", str(text), "--dataloader.cache_folder", str(tmp_path / "cache")]
+    job += ["--tokenizer.vocab_size", "300", "--checkpoint.enable", "--checkpoint.interval", "500"]
+    job += ["--parallelism.data_parallel_replicate_degree", "2"]
+    losses = _train(2, job)
+    assert 2 <= len(losses) < 500
+    steps = [p.name for p in (tmp_path / "out" / "checkpoint").iterdir()]
+    assert steps == [f"step-{len(losses)}"]
+
+
 @pytest.mark.skipif(
     not torch_knows_spmd_types(),
     reason="spmd_types needs torch 2.14 or newer: scripts/test.sh --torch 2.14.1",
