@@ -189,21 +189,18 @@ def prepare(
     require_patched_torchtitan()
     # Imported late: these import torchtitan, whose version and patches come first.
     from torchtitan_dmuon.config.build import build
-    from torchtitan_dmuon.config.checks import check
+    from torchtitan_dmuon.config.checks import check, model_parallel
     from torchtitan_dmuon.config.manager import load_job
 
     job = load_job(["--config", options.config, *rest])
     ranks, device = find_ranks(options.ranks, job.config.device, world_size)
-    p = job.config.parallelism
-    model_parallel = (
-        p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree
-    )
-    if model_parallel < 1 or ranks % model_parallel:
+    per_sample = model_parallel(job)
+    if per_sample < 1 or ranks % per_sample:
         raise ConfigError(
-            f"{job.at('parallelism')}: {ranks} ranks are not a multiple of {model_parallel}, the "
+            f"{job.at('parallelism')}: {ranks} ranks are not a multiple of {per_sample}, the "
             "product of the tensor, context and pipeline degrees"
         )
-    found = find_layouts(ranks // model_parallel, nodes, options.layouts)
+    found = find_layouts(ranks // per_sample, nodes, options.layouts)
     jobs = {layout: _job_of(job, layout) for layout in found}
     for one in jobs.values():
         check(one, ranks, device)

@@ -205,6 +205,14 @@ def test_root_cause_is_not_the_rank_that_lost_its_peer() -> None:
     assert root_cause({0: lost, 2: _failure("x", timestamp=9)})[0] == 2
 
 
+def test_another_nodes_failure_is_not_blamed_on_this_one(tmp_path: Path) -> None:
+    """On several nodes a rank that lost a peer is not said to have failed first."""
+    lost = {1: _failure("RuntimeError: Connection closed by peer [10.0.0.2]:1")}
+    assert "rank 1 failed first" in explain(lost, tmp_path)
+    text = explain(lost, tmp_path, several_nodes=True).splitlines()[0]
+    assert text.startswith("error: rank 1 lost a rank of another node")
+
+
 def test_a_hung_rank_is_not_called_killed(tmp_path: Path) -> None:
     """A rank that the agent had to kill because others timed out on it is said to have hung."""
     failures = {
@@ -222,9 +230,13 @@ def test_a_hung_rank_is_not_called_killed(tmp_path: Path) -> None:
         ({"NGPU": "0"}, "NGPU: expected at least 1"),
         ({"NGPU": "two"}, 'NGPU: expected a whole number, got "two"'),
         ({"NNODES": "2"}, "NNODES > 1 needs MASTER_ADDR"),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "expected 0 <= NODE_RANK < NNODES"),
+        (
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"},
+            "expected 0 <= NODE_RANK < NNODES",
+        ),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT: expected a port from 1 to 65535"),
-        ({"NNODES": "3", "MASTER_ADDR": "x"}, "multiply to 4 ranks, which NNODES=3"),
+        ({"NNODES": "2", "MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR: no such host"),
+        ({"NNODES": "3", "MASTER_ADDR": "localhost"}, "multiply to 4 ranks, which NNODES=3"),
     ],
 )
 def test_launcher_variables_are_checked(
@@ -245,7 +257,7 @@ def test_ranks_come_from_the_degrees_or_ngpu(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     assert find_cluster(load_job([])).ranks_per_node == 4
     monkeypatch.setenv("NNODES", "2")
-    monkeypatch.setenv("MASTER_ADDR", "x")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert find_cluster(load_job([])).ranks_per_node == 2
     monkeypatch.setenv("NGPU", "3")
     assert find_cluster(load_job([])).world_size == 6

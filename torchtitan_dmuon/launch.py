@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,11 @@ def find_cluster(job: Job) -> Cluster:
         raise ConfigError(
             "NNODES > 1 needs MASTER_ADDR: the host name of the node with NODE_RANK=0"
         )
+    if nodes > 1:
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as e:
+            raise ConfigError(f"MASTER_ADDR: no such host: {address} (environment)") from e
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = _ranks_per_node(job, nodes, gpus)
     wanted = job.config.device
@@ -179,8 +185,14 @@ def _last_line(failure: ProcessFailure) -> str:
     return (_traceback(failure).strip().splitlines() or ["(no message)"])[-1].strip()
 
 
-def explain(failures: dict[int, ProcessFailure], logs: Path) -> str:
-    """Say how a job failed: the first rank's error first, then one line for each other rank."""
+def explain(failures: dict[int, ProcessFailure], logs: Path, *, several_nodes: bool = False) -> str:
+    """Say how a job failed: the first rank's error first, then one line for each other rank.
+
+    Args:
+        failures: The ranks of this node that failed, by rank.
+        logs: Folder of the logs.
+        several_nodes: Whether there are ranks that this launcher does not see.
+    """
     rank, first = root_cause(failures)
     how = f"exit status {first.exitcode}"
     if _hung(failures, rank):
@@ -188,6 +200,10 @@ def explain(failures: dict[int, ProcessFailure], logs: Path) -> str:
     elif first.exitcode < 0:
         how = f"killed by {first.signal_name()}"
     lines = [f"error: rank {rank} failed first ({how})"]
+    if several_nodes and any(phrase in _traceback(first) for phrase in _LOST_PEER):
+        lines = [
+            f"error: rank {rank} lost a rank of another node; that node's launcher names the cause"
+        ]
     lines += ["  " + line for line in _traceback(first).rstrip().splitlines()]
     for other, failure in sorted(failures.items()):
         if other != rank and failure.exitcode != -signal.SIGTERM:
@@ -241,11 +257,14 @@ def run(arguments: list[str]) -> int:
         if first.exitcode == 2:  # a user error that only the ranks could see
             print(f"error: {_last_line(first)}", file=sys.stderr)
             return 2
-        print(explain(e.failures, logs.resolve()), file=sys.stderr)
+        text = explain(e.failures, logs.resolve(), several_nodes=cluster.nodes > 1)
+        print(text, file=sys.stderr)
         return 1
-    except RendezvousError as e:
+    except (RendezvousError, torch.distributed.DistError) as e:
+        why = str(e).strip().splitlines()[0]
         print(
-            f"error: {cluster.nodes} nodes did not meet at {cluster.endpoint}: {e}", file=sys.stderr
+            f"error: {cluster.nodes} nodes did not meet at {cluster.endpoint}: {why}",
+            file=sys.stderr,
         )
         return 1
     except SignalException as e:
@@ -271,6 +290,10 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has had enough; nothing is wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from torchtitan_dmuon.data import (
     loader_config,
     register_datasets,
 )
+from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.init import make_init_layout_independent
 from torchtitan_dmuon.models.registry import get_model_spec
 from torchtitan_dmuon.parallelize import with_modes
@@ -148,13 +149,14 @@ def prepare_data(config: Trainer.Config, data_parallel: int) -> None:
         loaders.append(config.validator.dataloader)
     for loader in loaders:
         if isinstance(loader, CorpusDataLoader.Config):
-            loader.build(
+            data = loader.build(
                 dp_world_size=data_parallel,
                 dp_rank=0,
                 tokenizer=config.tokenizer.build(tokenizer_path=config.hf_assets_path),
                 seq_len=config.training.seq_len,
                 local_batch_size=config.training.local_batch_size,
             )
+            logger.info(data.describe())
 
 
 def build(job: Job, device: str) -> Trainer.Config:

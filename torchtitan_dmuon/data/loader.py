@@ -23,7 +23,6 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_dmuon.config.errors import ConfigError
-from torchtitan_dmuon.log import logger
 
 from .corpus import Int64Array, open_corpus
 from .datasets import PYTHON_STDLIB, RANDOM_TOKENS, dataset_kind, open_source
@@ -181,11 +180,15 @@ class CorpusDataLoader(IndexedDataLoader):
             "seed": config.seed,
             "shuffle": config.shuffle,
         }
-        if dp_rank == 0:
-            logger.info(
-                f"Data set '{config.dataset}': {info.num_tokens} tokens in {info.num_documents} "
-                f"documents, {self.num_windows} windows of {seq_len} in an epoch."
-            )
+
+    def describe(self) -> str:
+        """One line: how much text there is, in which pieces."""
+        info = self.corpus.info
+        return (
+            f"data set '{self._config.dataset}': {info.num_tokens:,} tokens in "
+            f"{info.num_documents:,} documents, {self.num_windows:,} windows of {self._seq_len} "
+            "in an epoch"
+        )
 
     def _sample(self, index: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         epoch, place = divmod(index, self.num_windows)
