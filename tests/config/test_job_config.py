@@ -126,6 +126,7 @@ def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str
         (["--training.global_batch_size", "7"], r"--training.global_batch_size: .*16.*got 7"),
         (["--dataloader.dataset", "python_stdlb"], r"did you mean 'python_stdlib'"),
         (["--dataloader.dataset", "/nope/x.jsonl"], r"--dataloader.dataset: .*does not exist"),
+        (["--dataloader.dataset", "nosuch.txt"], r"--dataloader.dataset: .*nosuch.txt does not"),
         (["--dataloader.dataset", "fineweb_edu"], r"hf_assets_path .default.*fineweb_edu"),
         (["--hf_assets_path", "/nope"], r"--hf_assets_path: no such folder: /nope"),
         (["--model.attn_backend", "flex"], r"--model.attn_backend: .*does not train on a CPU"),
@@ -227,6 +228,20 @@ def test_a_tokenizer_folder_is_checked(write, tmp_path: Path) -> None:
 def test_spmd_types_needs_a_newer_torch(write) -> None:
     """On torch 2.13 asking for spmd_types is an error up front, not a crash inside FSDP2."""
     assert "2.14" in _message(write(JOB), "--parallelism.spmd_backend", "spmd_types")
+
+
+def test_an_export_is_not_resumed_from(write, tmp_path: Path) -> None:
+    """A model-only export that is newer than the last full checkpoint is refused, with the step
+    that can be continued; asking for that step is accepted."""
+    steps = tmp_path / "dump" / "checkpoint"
+    for name, file in (("step-10", ".metadata"), ("step-14", "model.safetensors.index.json")):
+        (steps / name).mkdir(parents=True)
+        (steps / name / file).write_text("")
+    arguments = ["--dump_folder", str(tmp_path / "dump"), "--checkpoint.enable"]
+    message = _message(write(JOB), *arguments)
+    assert "step-14 is a model-only export" in message
+    assert message.endswith("use --checkpoint.load_step 10")
+    _resolve(write(JOB), *arguments, "--checkpoint.load_step", "10")
 
 
 @pytest.mark.parametrize(

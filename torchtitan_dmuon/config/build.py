@@ -124,6 +124,14 @@ def _train_loader(data: TrainData) -> BaseDataLoader.Config:
     return _loader(data, data.seed, data.shuffle)
 
 
+def _validator(config: JobConfig) -> Validator.Config:
+    v = config.validator
+    if not v.enable:
+        return Validator.Config(enable=False)
+    data = _loader(v.data, seed=0, shuffle=False)
+    return Validator.Config(enable=True, freq=v.freq, steps=v.steps, dataloader=data)
+
+
 def _checkpoint(config: CheckpointManager.Config) -> CheckpointManager.Config:
     # Without a path to load from this flag means nothing, and torchtitan warns of just that each
     # time the dataclass is built.
@@ -192,12 +200,7 @@ def build(job: Job, device: str) -> Trainer.Config:
             activation_checkpoint=_activation_checkpoint(config),
             compile=config.compile,
             comm=config.comm,
-            validator=Validator.Config(
-                enable=config.validator.enable,
-                freq=config.validator.freq,
-                steps=config.validator.steps,
-                dataloader=_loader(config.validator.data, seed=0, shuffle=False),
-            ),
+            validator=_validator(config),
             debug=config.debug,
             override=config.override,
             loss=_loss(config, vocab_size),

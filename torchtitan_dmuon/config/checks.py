@@ -344,6 +344,20 @@ def _check_checkpoint(job: Job) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{job.at('checkpoint.folder')}: {folder} is not a folder")
     steps = sorted(p.name for p in folder.glob("step-*")) if folder.is_dir() else []
+    exported = [
+        int(p.parent.name.removeprefix("step-"))
+        for p in folder.glob("step-*/model.safetensors.index.json")
+        if not p.with_name(".metadata").exists()
+    ]
+    complete = [int(p.parent.name.removeprefix("step-")) for p in folder.glob("step-*/.metadata")]
+    # torchtitan would continue from the newest of both kinds.
+    newest = c.load_step if c.load_step != -1 else max([*exported, *complete], default=-1)
+    if newest in exported:
+        last = f"--checkpoint.load_step {max(complete)}" if complete else "another dump_folder"
+        raise ConfigError(
+            f"{job.at('checkpoint.load_step')}: {folder / f'step-{newest}'} is a model-only export "
+            f"and cannot be continued; use {last}"
+        )
     if c.load_step != -1 and f"step-{c.load_step}" not in steps:
         raise ConfigError(
             f"{job.at('checkpoint.load_step')}: no step-{c.load_step} in {folder}; "

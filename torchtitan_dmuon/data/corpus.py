@@ -262,9 +262,10 @@ def _tokenise(source: TextSource, tokenizer: BaseTokenizer, digest: str, folder:
                 f"dataset: '{source.name}' is an empty corpus: none of its {len(source.files)} "
                 f"files (the first is {source.files[0].path}) holds text to train on"
             )
+        done = _progress(source.name, starts, tokens, characters, start)
         num_documents = starts.length
         starts.append(np.array([tokens.length - num_documents], dtype=np.int64))
-    logger.info(f"{_progress(source.name, starts, tokens, characters, start)} Done.")
+    logger.info(f"{done} Done.")
     info = CorpusInfo(
         dataset=source.name,
         num_tokens=tokens.length,
