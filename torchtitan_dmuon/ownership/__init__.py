@@ -1,0 +1,28 @@
+"""Planning of owners: matrices, units, costs, assignment. Pure: no process group, no device."""
+
+from .assign import BYTES_PER_ELEMENT, Assignment, Overrun, assign
+from .cost import CostTable, measure, median, model_cost
+from .matrices import Matrix, MatrixSpec, Piece, segments
+from .mesh import OwnerMesh
+from .units import SMALL_MATRIX_NUMEL, Layer, LayerParameter, Unit, build_units
+
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "SMALL_MATRIX_NUMEL",
+    "Assignment",
+    "CostTable",
+    "Layer",
+    "LayerParameter",
+    "Matrix",
+    "MatrixSpec",
+    "Overrun",
+    "OwnerMesh",
+    "Piece",
+    "Unit",
+    "assign",
+    "build_units",
+    "measure",
+    "median",
+    "model_cost",
+    "segments",
+]
