@@ -34,6 +34,8 @@ def parallelize(
     match parallelism.mode:
         case "fsdp":
             return titan_parallelize(model, parallelism=parallelism, **kwargs)
+        case "gather" | "owner":
+            raise NotImplementedError(f'parallelism.mode "{parallelism.mode}" is not there yet')
 
 
 def with_modes(spec: ModelSpec) -> ModelSpec:

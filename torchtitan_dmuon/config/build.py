@@ -18,10 +18,11 @@ from torchtitan.distributed.activation_checkpoint import (
     SelectiveAC,
 )
 
+from torchtitan_dmuon.baselines.torch_muon import MATRICES, TorchMuonContainer
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
-from torchtitan_dmuon.config.schema import Data, JobConfig, TrainData
+from torchtitan_dmuon.config.schema import Data, JobConfig, Optimizer, TrainData
 from torchtitan_dmuon.data import (
     RANDOM_TOKENS,
     CorpusDataLoader,
@@ -47,6 +48,8 @@ def _attention(config: JobConfig, device: str) -> str:
 
 def _optimizer(config: JobConfig) -> OptimizersContainer.Config:
     o = config.optimizer
+    if o.name == "Muon":
+        return _torch_muon(o)
     everything_else = ParamGroupConfig(
         pattern=r".*",
         optimizer_name=o.name,
@@ -59,6 +62,35 @@ def _optimizer(config: JobConfig) -> OptimizersContainer.Config:
     )
     return OptimizersContainer.Config(
         param_groups=[*o.param_groups, everything_else], implementation=o.implementation
+    )
+
+
+def _torch_muon(o: Optimizer) -> TorchMuonContainer.Config:
+    matrices = ParamGroupConfig(
+        pattern=MATRICES,
+        optimizer_name="Muon",
+        optimizer_kwargs={
+            "lr": o.lr,
+            "weight_decay": o.weight_decay,
+            "momentum": o.momentum,
+            "nesterov": o.nesterov,
+            "ns_steps": o.ns_steps,
+            "ns_coefficients": tuple(o.ns_coefficients),
+            "adjust_lr_fn": o.adjust_lr_fn,
+        },
+    )
+    everything_else = ParamGroupConfig(
+        pattern=r".*",
+        optimizer_name="AdamW",
+        optimizer_kwargs={
+            "lr": o.adamw_lr,
+            "betas": tuple(o.adamw_betas),
+            "eps": o.adamw_eps,
+            "weight_decay": o.adamw_weight_decay,
+        },
+    )
+    return TorchMuonContainer.Config(
+        param_groups=[*o.param_groups, matrices, everything_else], implementation=o.implementation
     )
 
 

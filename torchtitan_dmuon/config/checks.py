@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
+from torchtitan_dmuon.config.optimizer_checks import check_mode, check_optimizer
 from torchtitan_dmuon.config.schema import Data, torch_knows_spmd_types
 from torchtitan_dmuon.data import RANDOM_TOKENS, dataset_kind, open_source
 from torchtitan_dmuon.models.registry import get_model_spec
@@ -43,12 +41,6 @@ _AT_LEAST_ONE = (
     "parallelism.expert_parallel_degree",
 )
 
-_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-}
-
-
 _RANGES = (
     ("lr_scheduler.warmup_steps", 0, 2**40),
     ("lr_scheduler.total_steps", 1, 2**40),
@@ -58,6 +50,9 @@ _RANGES = (
     ("debug.seed", 0, 2**63 - 1),
     # Accepted by torchtitan, not tried with this package.
     ("parallelism.pipeline_parallel_degree", 1, 1),
+    ("parallelism.small_matrix_numel", 0, 2**62),
+    ("parallelism.prefetch_depth", 0, 2**20),
+    ("parallelism.replica_check_interval", 0, 2**40),
 )
 """Keys with a smallest and a largest value; unset ones are not checked."""
 
@@ -119,12 +114,9 @@ def _check_numbers(job: Job) -> None:
     for key in _AT_LEAST_ONE:
         if _get(job, key) < 1:
             raise ConfigError(f"{job.at(key)}: expected at least 1, got {_get(job, key)}")
-    for key in ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "training.max_norm"):
+    for key in ("parallelism.byte_cap", "training.max_norm"):
         if not 0 <= _get(job, key) < float("inf"):
             raise ConfigError(f"{job.at(key)}: expected a number >= 0, got {_get(job, key)}")
-    for beta in job.config.optimizer.betas:
-        if not 0 <= beta < 1:
-            raise ConfigError(f"{job.at('optimizer.betas')}: expected 0 <= beta < 1, got {beta}")
     for key, low, high in _RANGES:
         number = _get(job, key)
         if number is not None and not low <= number <= high:
@@ -225,25 +217,6 @@ def _check_tokenizer(job: Job, model_vocabulary: int) -> None:
 
 def _check_names(job: Job) -> None:
     """Check names that torchtitan looks up only when it uses them."""
-    for number, group in enumerate(job.config.optimizer.param_groups):
-        where = job.at(f"optimizer.param_groups[{number}]")
-        if group.optimizer_name not in _OPTIMIZERS:
-            close = nearest(group.optimizer_name, _OPTIMIZERS)
-            raise ConfigError(
-                f"{where}: unknown optimizer '{group.optimizer_name}'{close or ';'} "
-                f"expected one of {', '.join(_OPTIMIZERS)}"
-            )
-        try:
-            re.compile(group.pattern)
-        except re.error as e:
-            raise ConfigError(f"{where}: pattern is not a regular expression: {e}") from e
-        known = inspect.signature(_OPTIMIZERS[group.optimizer_name]).parameters
-        for name in group.optimizer_kwargs:
-            if name not in known or name == "params":
-                raise ConfigError(
-                    f"{where}: unknown argument '{name}' of {group.optimizer_name}"
-                    f"{nearest(name, known)}"
-                )
     for key, names in _NAMES:
         value = _get(job, key)
         for name in value if isinstance(value, list) else [value]:
@@ -374,6 +347,8 @@ def check(job: Job, world_size: int, device: str) -> None:
         device: "cuda" or "cpu", what the ranks run on.
     """
     _check_numbers(job)
+    check_mode(job)
+    check_optimizer(job)
     _check_names(job)
     _check_shapes(job)
     _check_device(job, device)

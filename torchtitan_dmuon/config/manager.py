@@ -17,6 +17,7 @@ from torchtitan.config.manager import ConfigManager, custom_registry
 from torchtitan_dmuon.config import toml_io
 from torchtitan_dmuon.config.command_line import parse
 from torchtitan_dmuon.config.errors import ConfigError, nearest
+from torchtitan_dmuon.config.lines import resolve
 from torchtitan_dmuon.config.schema import JobConfig
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "train_configs"
@@ -26,7 +27,8 @@ _DESCRIPTION = """\
 Train from a TOML job config. --config takes a path or the name of a file in train_configs/
 (default: debug_hsdp_z2.toml); every key below can be set in the file, in its [section], or
 here as --section.key value, which wins. A file may start from another one with a first line
-base = "other.toml". --print-config shows the result as TOML and stops."""
+base = "other.toml". line = "A", "B", "C" or "torch" switches mode and optimizer at once.
+--print-config shows the result as TOML and stops."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +145,9 @@ def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
             _print_help(config, quiet)
         table, command_line = parse(rest, config)
         config = toml_io.merge(config, table, command_line)
-    return Job(config, (command_line, *(source for _, source in files)), print_config)
+        sources = (command_line, *(source for _, source in files))
+        config = resolve(config, sources)
+    return Job(config, sources, print_config)
 
 
 def _print_help(config: JobConfig, quiet: bool) -> NoReturn:

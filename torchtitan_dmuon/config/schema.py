@@ -59,29 +59,106 @@ class Parallelism(ParallelismConfig):
     newer; with an older torch the default is partial_dtensor.
     """
 
-    mode: Literal["fsdp"] = "fsdp"
+    mode: Literal["fsdp", "gather", "owner"] = "fsdp"
     """
     Who holds and updates the weight matrices. fsdp: torchtitan's own FSDP2, HSDP or DDP, every
-    rank updates its shard.
+    rank updates its shard. owner: every matrix has one owner rank, which alone orthogonalizes and
+    updates it. gather: shards, and every rank orthogonalizes whole matrices before each step.
+    owner and gather go with optimizer.name DMuon.
     """
+
+    communication: Literal["c10d"] = "c10d"
+    """What moves owned matrices: c10d (collectives of NCCL or gloo)."""
+
+    small_matrix_numel: int = 5_000_000
+    """Matrices with fewer elements share one owner per layer, as one unit; 0: each has its own."""
+
+    byte_cap: float = 0.1
+    """A rank owns at most (1 + byte_cap) times the mean bytes; the layout may force an excess."""
+
+    owner_cost: Literal["measured", "model"] = "measured"
+    """
+    What owners are balanced by: measured (Newton-Schulz timed once per shape at start) or model (a
+    formula: the same owners on every machine).
+    """
+
+    owner_assignment: Literal["balanced", "round_robin", "elements"] = "balanced"
+    """
+    balanced by cost. For comparison: round_robin (unit by unit) and elements (by number of
+    elements).
+    """
+
+    prefetch_depth: int = 1
+    """Layers that are gathered ahead of the one that computes; 0: none."""
+
+    replica_check_interval: int = 0
+    """Steps between two checks that replicas are bit for bit the same; 0: never."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Optimizer:
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer of every parameter that no entry of param_groups claims."""
+    name: Literal["AdamW", "Adam", "DMuon", "Muon"] = "AdamW"
+    """
+    AdamW and Adam update every parameter that no entry of param_groups claims. DMuon: Muon on owned
+    matrices (modes owner and gather), AdamW for all else. Muon: torch.optim.Muon on the matrices
+    inside the layers, AdamW for all else (mode fsdp; for comparison).
+    """
 
     lr: float = 8e-4
-    """Learning rate at the top of the schedule."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
-
-    eps: float = 1e-8
-    """Added to the denominator."""
+    """Learning rate at the top of the schedule; of the matrices for DMuon and Muon."""
 
     weight_decay: float = 0.1
-    """Decoupled weight decay (AdamW), L2 penalty (Adam)."""
+    """
+    Decoupled weight decay (AdamW; matrices of DMuon and Muon), L2 penalty (Adam).
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW, Adam: decay rates of the first and second moment."""
+
+    eps: float = 1e-8
+    """AdamW, Adam: added to the denominator."""
+
+    momentum: float = 0.95
+    """DMuon, Muon: decay rate of the momentum."""
+
+    nesterov: bool = True
+    """DMuon, Muon: whether the momentum looks one step ahead."""
+
+    ns_steps: int = 5
+    """DMuon, Muon: Newton-Schulz iterations, 1 to 99."""
+
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """DMuon, Muon: coefficients of the quintic Newton-Schulz polynomial."""
+
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """DMuon: precision of Newton-Schulz (torch's Muon knows bfloat16 only)."""
+
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """
+    DMuon, Muon: factor on the learning rate of an m x n matrix. original: sqrt(max(1, m / n)).
+    match_rms_adamw: 0.2 sqrt(max(m, n)), updates as large as AdamW's, so its learning rates fit.
+    """
+
+    adamw_lr: float = 3e-4
+    """DMuon, Muon: learning rate of everything that is not a matrix of a layer."""
+
+    adamw_betas: tuple[float, float] = (0.9, 0.95)
+    """DMuon, Muon: decay rates of the moments of everything else."""
+
+    adamw_eps: float = 1e-8
+    """DMuon, Muon: added to the denominator for everything else."""
+
+    adamw_weight_decay: float = 0.0
+    """DMuon, Muon: decoupled weight decay of everything else."""
+
+    publish: Literal["async", "sync"] = "async"
+    """
+    DMuon: whether new weights travel to the other nodes during the next forward pass (async) or
+    before the step ends (sync). Both give the same bits.
+    """
+
+    nonfinite: Literal["skip", "error"] = "skip"
+    """DMuon: what to do with a step whose gradients have an inf or a nan; both name parameters."""
 
     implementation: Literal["fused", "foreach", "for-loop", "fused_opt_states_bf16"] = "fused"
     """How the update is computed; fused_opt_states_bf16 keeps the moments in bfloat16 (CUDA)."""
@@ -91,7 +168,8 @@ class Optimizer:
     )
     """
     Config file only: `[[optimizer.param_groups]]` entries with `pattern` (regex on parameter
-    names), `optimizer_name` and `optimizer_kwargs`. The first match wins.
+    names), `optimizer_name` and `optimizer_kwargs`. The first match wins. For DMuon the name is
+    DMuon, and what an entry leaves out keeps the section's value.
     """
 
 
@@ -188,6 +266,13 @@ class Validation:
 @dataclass(kw_only=True, slots=True)
 class JobConfig:
     """A training job. Sections and keys are torchtitan's own."""
+
+    line: Literal["", "A", "B", "C", "torch"] = ""
+    """
+    Switches a job with DMuon's settings between lines that are compared, whatever the file says
+    about mode and optimizer. A: FSDP2 with AdamW (the adamw_ settings). B: mode gather, DMuon.
+    C: mode owner, DMuon. torch: FSDP2 with torch.optim.Muon. Empty: mode and name decide.
+    """
 
     dump_folder: str = "./outputs"
     """Folder for logs, TensorBoard events and checkpoints."""

@@ -30,7 +30,17 @@ class Source:
         return f"{self.path}:{line}: {key}" if line else f"{self.path}: {key}"
 
     def line(self, key: str) -> int | None:
-        """Return the line that sets a dotted key, or that opens its section; None if neither."""
+        """Return the line that sets a dotted key, or that opens its section; None if neither.
+
+        An entry of a list of tables and the keys inside, `a.b[1].c`, are at the entry's header.
+        """
+        if entry := re.match(r"([\w.]+)\[(\d+)\]", key):
+            header = re.compile(rf"\s*\[\[\s*{re.escape(entry.group(1))}\s*\]\]")
+            lines = enumerate(self.text.splitlines(), start=1)
+            headers = [number for number, line in lines if header.match(line)]
+            key = entry.group(1)
+            if int(entry.group(2)) < len(headers):
+                return headers[int(entry.group(2))]
         section = ""
         header_line = None
         for number, line in enumerate(self.text.splitlines(), start=1):

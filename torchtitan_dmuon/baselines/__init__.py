@@ -1,0 +1,1 @@
+"""What owned matrices are compared with."""

@@ -1,0 +1,197 @@
+"""What optimizer and mode must satisfy together, checked before any process group exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator
+
+import torch
+from torchtitan.components.optimizer import ParamGroupConfig
+
+from torchtitan_dmuon.config import toml_io
+from torchtitan_dmuon.config.errors import ConfigError, nearest
+from torchtitan_dmuon.config.manager import Job
+from torchtitan_dmuon.config.schema import Optimizer, Parallelism
+
+_TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Muon": torch.optim.Muon,
+}
+
+_MODES = {"AdamW": ("fsdp",), "Adam": ("fsdp",), "Muon": ("fsdp",), "DMuon": ("owner", "gather")}
+"""The modes that an optimizer works in."""
+
+DMUON_GROUP_OPTIONS = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "nesterov",
+    "ns_steps",
+    "ns_coefficients",
+    "ns_dtype",
+    "adjust_lr_fn",
+    "adamw_lr",
+    "adamw_betas",
+    "adamw_eps",
+    "adamw_weight_decay",
+)
+"""What an entry of `optimizer.param_groups` may set for DMuon; see `schema.Optimizer`."""
+
+_ADAMW_ONLY = {"betas": "adamw_betas", "eps": "adamw_eps"}
+_DMUON_ONLY = ("ns_dtype", "publish", "nonfinite")
+_MUON_ONLY = (*(k for k in DMUON_GROUP_OPTIONS if k not in ("lr", "weight_decay")), *_DMUON_ONLY)
+_OWNED_ONLY = (
+    "small_matrix_numel",
+    "byte_cap",
+    "owner_cost",
+    "owner_assignment",
+    "prefetch_depth",
+    "replica_check_interval",
+)
+
+
+def check_optimizer(job: Job) -> None:
+    """Check the optimizer's keys and groups. Raises ConfigError.
+
+    A key that this optimizer does not read is refused if the job sets it to another value than the
+    default, unless the job has a `line`: then the keys serve the other lines.
+    """
+    for name, message in _numbers(job.config.optimizer):
+        raise ConfigError(f"{job.at(f'optimizer.{name}')}: {message}")
+    _check_unread(job)
+    _check_groups(job)
+
+
+def _numbers(o: Optimizer) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose numbers are out of range, each with a message."""
+    for name in ("lr", "eps", "weight_decay", "adamw_lr", "adamw_eps", "adamw_weight_decay"):
+        value = getattr(o, name)
+        if not 0 <= value < float("inf"):
+            yield name, f"expected a number >= 0, got {value}"
+    for name in ("betas", "adamw_betas"):
+        for beta in getattr(o, name):
+            if not 0 <= beta < 1:
+                yield name, f"expected 0 <= beta < 1, got {beta}"
+    if not 0 <= o.momentum < 1:
+        yield "momentum", f"expected 0 <= momentum < 1, got {o.momentum}"
+    # torch.optim.Muon refuses 100 and more.
+    if not 1 <= o.ns_steps < 100:
+        yield "ns_steps", f"expected 1 to 99, got {o.ns_steps}"
+
+
+def check_mode(job: Job) -> None:
+    """Check that mode and optimizer fit, and that the mode can do what is asked.
+
+    Raises:
+        ConfigError: where they do not.
+    """
+    p, o = job.config.parallelism, job.config.optimizer
+    if p.mode not in _MODES[o.name]:
+        fitting = [name for name, modes in _MODES.items() if p.mode in modes]
+        raise ConfigError(
+            f"{job.at('optimizer.name')}: {o.name} works in mode {_either(_MODES[o.name])}, but "
+            f'parallelism.mode is "{p.mode}" ({_place(job, "parallelism.mode")}); set one of the '
+            f"two: with this mode the name can be {_either(fitting)}"
+        )
+    if p.mode == "fsdp":
+        return
+    for name in ("tensor", "context", "pipeline", "expert"):
+        degree = getattr(p, f"{name}_parallel_degree")
+        if degree > 1:
+            raise ConfigError(
+                f"{job.at(f'parallelism.{name}_parallel_degree')}: mode {p.mode} does not go with "
+                f"{name} parallelism yet; expected 1, got {degree}"
+            )
+    if p.spmd_backend != "partial_dtensor":
+        raise ConfigError(
+            f"{job.at('parallelism.spmd_backend')}: owned layers are plain tensors; expected "
+            f'"partial_dtensor" (the default) in mode {p.mode}'
+        )
+    training, checkpoint = job.config.training, job.config.checkpoint
+    if training.enable_cpu_offload:
+        raise ConfigError(
+            f"{job.at('training.enable_cpu_offload')}: mode {p.mode} keeps its state on the "
+            "device; expected false"
+        )
+    for key in ("enable", "initial_load_path", "create_seed_checkpoint"):
+        if getattr(checkpoint, key):
+            raise ConfigError(
+                f"{job.at(f'checkpoint.{key}')}: saving and loading is not supported yet in mode "
+                f"{p.mode}; leave it out"
+            )
+
+
+def _place(job: Job, key: str) -> str:
+    # "mode" may come from "line", which then is what the user would change.
+    return job.at("line" if job.config.line else key)
+
+
+def _either(names: Collection[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def _check_unread(job: Job) -> None:
+    if job.config.line:
+        return
+    o, p = job.config.optimizer, job.config.parallelism
+    unread: dict[str, str] = {}
+    if o.name in ("DMuon", "Muon"):
+        unread |= {f"optimizer.{k}": f"; did you mean '{v}'?" for k, v in _ADAMW_ONLY.items()}
+    if o.name == "Muon":
+        unread |= {f"optimizer.{k}": "" for k in _DMUON_ONLY}
+    if o.name in ("AdamW", "Adam"):
+        hint = '; did you mean optimizer.name = "DMuon"?'
+        unread |= {f"optimizer.{k}": hint for k in _MUON_ONLY}
+    if p.mode == "fsdp":
+        hint = f'; parallelism.mode is "fsdp", expected {_either(_MODES["DMuon"])} with it'
+        unread |= {f"parallelism.{k}": hint for k in _OWNED_ONLY}
+    sections = {
+        "optimizer": (o, Optimizer()),
+        "parallelism": (p, Parallelism()),
+    }
+    for key, hint in unread.items():
+        section, _, name = key.partition(".")
+        value, default = (getattr(s, name) for s in sections[section])
+        if value != default:
+            raise ConfigError(f"{job.at(key)}: nothing reads it with {o.name}{hint}")
+
+
+def _check_groups(job: Job) -> None:
+    """Check the entries of param_groups, whose options torch looks at only when it uses them."""
+    o = job.config.optimizer
+    names = ["DMuon"] if o.name == "DMuon" else [n for n in _TORCH_OPTIMIZERS if n != "Muon"]
+    if o.name == "Muon":
+        names.append("Muon")
+    for number, group in enumerate(o.param_groups):
+        where = job.at(f"optimizer.param_groups[{number}]")
+        if group.optimizer_name not in names:
+            close = nearest(group.optimizer_name, names)
+            raise ConfigError(
+                f"{where}: unknown optimizer '{group.optimizer_name}'{close or ';'} "
+                f'expected one of {", ".join(names)} with optimizer.name = "{o.name}"'
+            )
+        try:
+            re.compile(group.pattern)
+        except re.error as e:
+            raise ConfigError(f"{where}: pattern is not a regular expression: {e}") from e
+        _check_options(where, group)
+        if o.name == "DMuon":
+            source = next(s for s in job.sources if s.line("optimizer.param_groups") is not None)
+            prefix = f"optimizer.param_groups[{number}].optimizer_kwargs."
+            merged = toml_io.merge(o, group.optimizer_kwargs, source, prefix)
+            for name, message in _numbers(merged):
+                raise ConfigError(f"{where}: {name}: {message}")
+
+
+def _check_options(where: str, group: ParamGroupConfig) -> None:
+    known: Collection[str] = DMUON_GROUP_OPTIONS
+    if group.optimizer_name != "DMuon":
+        known = inspect.signature(_TORCH_OPTIMIZERS[group.optimizer_name]).parameters
+    for name in group.optimizer_kwargs:
+        if name not in known or name == "params":
+            raise ConfigError(
+                f"{where}: unknown argument '{name}' of {group.optimizer_name}"
+                f"{nearest(name, known)}"
+            )
