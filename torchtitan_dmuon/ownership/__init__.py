@@ -4,12 +4,14 @@ from .assign import BYTES_PER_ELEMENT, Assignment, Overrun, assign
 from .cost import CostTable, measure, median, model_cost
 from .matrices import Matrix, MatrixSpec, Piece, segments
 from .mesh import OwnerMesh
+from .report import ColumnLoad, RankLoad, Summary, summarize
 from .units import SMALL_MATRIX_NUMEL, Layer, LayerParameter, Unit, build_units
 
 __all__ = [
     "BYTES_PER_ELEMENT",
     "SMALL_MATRIX_NUMEL",
     "Assignment",
+    "ColumnLoad",
     "CostTable",
     "Layer",
     "LayerParameter",
@@ -18,6 +20,8 @@ __all__ = [
     "Overrun",
     "OwnerMesh",
     "Piece",
+    "RankLoad",
+    "Summary",
     "Unit",
     "assign",
     "build_units",
@@ -25,4 +29,5 @@ __all__ = [
     "median",
     "model_cost",
     "segments",
+    "summarize",
 ]

@@ -175,7 +175,8 @@ def assign(
     seconds = [cost.unit_seconds(unit) for unit in units]
     loads = [float(unit.numel) for unit in units] if method == "elements" else seconds
     ranks = _Ranks(mesh, cap, spread_layers, column_first, enumeration)
-    order = list(range(len(units)))
+    # Units without matrices are dealt last: they must not shift the deal of the others.
+    order = sorted(range(len(units)), key=lambda i: not units[i].matrices)
     if method != "round_robin":
         order.sort(key=lambda i: (-loads[i], -units[i].numel, units[i].name))
     owners = [0] * len(units)
