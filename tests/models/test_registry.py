@@ -10,7 +10,7 @@ from torchtitan_dmuon.models.registry import get_model_spec, model_flavors, mode
 def test_names_and_flavors_are_listed() -> None:
     """Every supported model and flavor can be discovered, torchtitan's own included."""
     assert model_names() == ["llama3", "qwen2_5", "qwen3"]
-    assert model_flavors("qwen2_5") == ["debug", "0.5B", "1.5B", "7B", "32B"]
+    assert model_flavors("qwen2_5") == ["debug", "bench", "0.5B", "1.5B", "7B", "32B"]
     assert model_flavors("llama3") == [*llama3_configs, "3.2-3B", "3.1-8B"]
     assert model_flavors("qwen3") == list(qwen3_configs)
 
@@ -63,7 +63,7 @@ def test_specs_do_not_share_configs() -> None:
             "qwen2_5",
             "7b",
             "flex",
-            "unknown flavor of qwen2_5 '7b'; did you mean '7B'? Valid: debug, 0.5B, 1.5B, 7B, 32B",
+            "unknown flavor of qwen2_5 '7b'; did you mean '7B'? Valid: debug, bench, 0.5B, 1.5B,",
         ),
         ("llama3", "3.1-8", "flex", "did you mean '3.1-8B'? Valid: debugmodel, "),
         (

@@ -115,6 +115,11 @@ def check_mode(job: Job) -> None:
             f"{job.at('training.enable_cpu_offload')}: mode {p.mode} keeps its state on the "
             "device; expected false"
         )
+    if not training.disable_cuda_graphs:
+        raise ConfigError(
+            f"{job.at('training.disable_cuda_graphs')}: CUDA graphs do not go with mode {p.mode}; "
+            "expected true"
+        )
     for key in ("enable", "initial_load_path", "create_seed_checkpoint"):
         if getattr(checkpoint, key):
             raise ConfigError(

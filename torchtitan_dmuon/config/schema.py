@@ -50,6 +50,16 @@ class Model:
 
 
 @dataclass(kw_only=True, slots=True)
+class Training(TrainingConfig):
+    # CUDA graphs are off unless asked for: capture forbids work that owner and gather hook into.
+    disable_cuda_graphs: bool = True
+    """Whether to run without CUDA graphs; modes owner and gather need it."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients travel and are summed; bfloat16 halves the bytes."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Parallelism(ParallelismConfig):
     spmd_backend: Literal["partial_dtensor", "spmd_types"] = field(
         default_factory=default_spmd_backend
@@ -289,10 +299,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     """Which model to train."""
 
-    # CUDA graphs are off unless asked for: capture forbids work that later modes hook into.
-    training: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(disable_cuda_graphs=True)
-    )
+    training: Training = field(default_factory=Training)
     """Batch, sequence and precision."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)

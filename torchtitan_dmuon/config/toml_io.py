@@ -35,9 +35,9 @@ class Source:
         An entry of a list of tables and the keys inside, `a.b[1].c`, are at the entry's header.
         """
         if entry := re.match(r"([\w.]+)\[(\d+)\]", key):
-            header = re.compile(rf"\s*\[\[\s*{re.escape(entry.group(1))}\s*\]\]")
+            opening = re.compile(rf"\s*\[\[\s*{re.escape(entry.group(1))}\s*\]\]")
             lines = enumerate(self.text.splitlines(), start=1)
-            headers = [number for number, line in lines if header.match(line)]
+            headers = [number for number, line in lines if opening.match(line)]
             key = entry.group(1)
             if int(entry.group(2)) < len(headers):
                 return headers[int(entry.group(2))]

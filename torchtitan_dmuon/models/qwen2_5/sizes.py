@@ -58,6 +58,17 @@ QWEN2_5_SIZES: dict[str, Qwen2_5Size] = {
         tied=False,
         max_seq_len=32768,
     ),
+    # 10.9M parameters in few, wide layers: on a CPU, updating its matrices costs more than a pass.
+    "bench": Qwen2_5Size(
+        dim=512,
+        n_layers=3,
+        n_heads=8,
+        n_kv_heads=4,
+        hidden_dim=1408,
+        vocab_size=2048,
+        tied=False,
+        max_seq_len=32768,
+    ),
     "0.5B": Qwen2_5Size(
         dim=896,
         n_layers=24,
