@@ -187,12 +187,8 @@ class Summary:
         if not self.overruns:
             return []
         largest, cap = self.largest_unit_numel * BYTES_PER_ELEMENT, self.overruns[0].cap
-        reason = (
-            f"the largest unit alone is {largest / _MIB:.1f} MiB"
-            if largest > cap
-            else "the units of a layer go to different ranks"
-        )
-        lines = ["", f"over the byte cap ({reason}):"]
+        alone = f" (the largest unit alone is {largest / _MIB:.1f} MiB)" if largest > cap else ""
+        lines = ["", f"over the byte cap{alone}:"]
         pairs = list(zip(self.overruns, self.overrun_layers, strict=True))
         for overrun, layer in pairs[:TABLE_OVERRUNS]:
             lines.append(
