@@ -8,7 +8,8 @@ Where the method leaves a point open, this is what `assign` does:
 - More units in a layer than ranks: the candidates are the ranks with the fewest units of the layer.
 - Units without matrices (elementwise parameters of a layer without small matrices) have neither
   time nor bytes, so neither can place them: they go where such units have the fewest elements so
-  far, then to the fewest bytes. By time alone all of them would land on one rank.
+  far, then to the fewest bytes. By time, or by all bytes, most of them would land on one rank.
+- Dealing ("round_robin") deals units without matrices last.
 - On a mesh the columns of a layer's units need not differ, and a column has no cap of its own.
 """
 

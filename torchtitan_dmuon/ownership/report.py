@@ -159,16 +159,16 @@ class Summary:
         loads = self.rank_loads
         if self.ranks <= TABLE_RANKS:
             return _columns(header, [(str(load.rank), *_rank_cells(load)) for load in loads])
+        # Of equal ranks the lowest is shown.
         by_time = sorted(loads, key=lambda load: load.seconds)
-        by_bytes = sorted(loads, key=lambda load: load.numel)
         rows = [
             (f"{label} ({load.rank})", *_rank_cells(load))
             for label, load in (
-                ("busiest", by_time[-1]),
+                ("busiest", max(loads, key=lambda load: load.seconds)),
                 ("median", by_time[len(loads) // 2]),
                 ("least busy", by_time[0]),
-                ("heaviest", by_bytes[-1]),
-                ("lightest", by_bytes[0]),
+                ("heaviest", max(loads, key=lambda load: load.numel)),
+                ("lightest", min(loads, key=lambda load: load.numel)),
             )
         ]
         return _columns(header, rows)
