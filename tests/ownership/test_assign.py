@@ -26,7 +26,7 @@ from torchtitan_dmuon.ownership import (
 from .shapes import costs, matrix, qwen, qwen_moe, vector
 
 SHAPES = [(2, 3), (3, 2), (4, 4), (1, 6), (5, 8), (8, 5), (2, 2)]
-QUICK = settings(max_examples=80, deadline=None)
+QUICK = settings(max_examples=50, deadline=None)
 
 
 @st.composite
@@ -361,11 +361,11 @@ def test_ties_go_to_the_lowest_rank_by_enumeration() -> None:
 @pytest.mark.parametrize("layers", [qwen("32B"), qwen_moe()], ids=["32B", "moe"])
 def test_thousands_of_ranks_take_a_moment(layers: list[Layer], mesh: OwnerMesh) -> None:
     units = build_units(layers)
-    began = time.perf_counter()
+    began = time.process_time()
     found = assign(units, mesh, costs(units))
     found.digest()
     summarize(found, layers).table()
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert max(Counter(zip(found.owners, (u.layer for u in units), strict=True)).values()) == 1
 
 

@@ -36,7 +36,7 @@ def test_expert_stack_is_one_matrix_per_expert() -> None:
     assert MatrixSpec().matrices("experts", (1, 4, 5))[0].stacked
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 4),
@@ -64,7 +64,7 @@ def test_views_cover_the_parameter_once(
         assert weight[i, :, -1].tolist() == want
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3))
 def test_pieces_partition_the_storage(pattern: list[int], blocks: int, stack: int) -> None:
     shape = (stack, sum(pattern) * blocks, 3)
