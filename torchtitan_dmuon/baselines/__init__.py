@@ -1,1 +1,1 @@
-"""What owned matrices are compared with."""
+"""What the product is compared with, on the same runtime."""

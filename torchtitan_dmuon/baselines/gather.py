@@ -1,0 +1,75 @@
+"""Line B's step: gather whole gradients and momenta, orthogonalise on every rank, keep a shard.
+
+Paper section D.2: one more gather and one more write-back than line C, Newton-Schulz on every rank,
+and beyond C only buffers of the size of the largest parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan_dmuon.comm.streams import mark
+from torchtitan_dmuon.optim.muon_rule import MuonOptions, orthogonal_updates
+from torchtitan_dmuon.runtime.group import Group
+from torchtitan_dmuon.runtime.layout import Segment
+
+
+@torch.no_grad()
+def gathered_update(group: Group, index: int, momentum: torch.Tensor, options: MuonOptions) -> int:
+    """Update this rank's shard of a parameter with matrices.
+
+    Args:
+        group: The parameter's group, with shards in `masters` and `gradients`.
+        index: Of the parameter in the group.
+        momentum: 1-D, this rank's shard, updated in place.
+        options: Of the parameter.
+
+    Returns:
+        The number of matrices orthogonalised here: all of the parameter's.
+    """
+    entry = group.parameters[index]
+    shards = [s for s in group.layout.segments if s.parameter == index]
+    own = next(s for s in group.owned if s.parameter == index)
+    whole = _gather_pair(group, shards, own, momentum)
+    gradient, full_momentum = whole[: entry.numel], whole[entry.numel :]
+    update = torch.empty_like(gradient)
+    for matrix, direction in orthogonal_updates(
+        gradient, full_momentum, entry.matrices, 0, options
+    ):
+        target = matrix.view(update)
+        target.copy_(direction.view(target.shape))
+        target.mul_(options.adjusted_lr(matrix.rows, matrix.columns))
+    here = slice(own.start, own.start + own.numel)
+    momentum.copy_(full_momentum[here])
+    group.masters[own].mul_(1 - float(options.lr) * options.weight_decay).sub_(update[here])
+    return len(entry.matrices)
+
+
+def _gather_pair(
+    group: Group, shards: list[Segment], own: Segment, momentum: torch.Tensor
+) -> torch.Tensor:
+    """Return the whole gradient, then the whole momentum: (2 * numel,)."""
+    gradient = group.gradients[own]
+    numel = group.parameters[own.parameter].numel
+    if group.columns == 1:
+        return torch.cat([gradient, momentum])
+    assert group.communicator is not None
+    width = max(s.numel for s in shards)
+    pair = gradient.new_zeros(2, width)
+    pair[0, : own.numel] = gradient
+    pair[1, : own.numel] = momentum
+    staging = gradient.new_empty(group.columns * 2 * width)
+    label = f"{group.name}:{group.parameters[own.parameter].name}"
+    nothing = _nothing
+    group.communicator.shard_gather(
+        label, staging, pair.view(-1), [mark(group.device)], nothing, nothing
+    ).wait()
+    whole = gradient.new_empty(2, numel)
+    for s in shards:
+        part = staging.view(group.columns, 2, width)[s.column, :, : s.numel]
+        whole[:, s.start : s.start + s.numel] = part
+    return whole.view(-1)
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,234 @@
+"""The communicator over torch.distributed: NCCL on GPUs, gloo on CPUs (line C of the paper).
+
+Five process groups, whatever the model's size, made once: row gather, row reduction, column
+reduction, column publish, and one over all ranks for scalars. An axis of one rank needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_dmuon.comm.communicator import Communicator, Run
+from torchtitan_dmuon.comm.streams import Event, Stream, open_stream
+from torchtitan_dmuon.ownership import OwnerMesh
+
+
+class C10dCommunicator(Communicator):
+    """Moves segments with broadcasts and reductions, one per owner and stretch.
+
+    Args:
+        ranks: Global rank at each (row, column) of the mesh.
+        device: Where the tensors live; picks the backend.
+        timeout: Limit of each operation; None takes that of the default process group.
+
+    Collective over the ranks of the mesh.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Sequence[int]], device: torch.device, timeout: timedelta | None
+    ) -> None:
+        mesh = OwnerMesh(rows=len(ranks), columns=len(ranks[0]))
+        flat = [rank for row in ranks for rank in row]
+        super().__init__(mesh, flat.index(dist.get_rank()) if mesh.size > 1 else 0)
+        self.device = device
+        self._row_ranks = list(ranks[self.row])
+        self._column_ranks = [row[self.column] for row in ranks]
+        self._all_ranks = flat
+        seconds = timeout.total_seconds() if timeout else 1800.0
+        self._streams: dict[str, Stream] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        # The paper's first version: kernels inside a node go before those across nodes.
+        for name, members, high in (
+            ("gather", self._row_ranks, True),
+            ("reduce", self._row_ranks, True),
+            ("reduce_rows", self._column_ranks, False),
+            ("publish", self._column_ranks, False),
+            ("exchange", self._all_ranks, False),
+        ):
+            if len(members) == 1:
+                continue
+            self._groups[name] = dist.new_group(
+                members, timeout=timeout, use_local_synchronization=True, group_desc=f"dmuon_{name}"
+            )
+            if name != "exchange":
+                self._streams[name] = open_stream(
+                    device, f"dmuon_{name}", timeout_seconds=seconds, high_priority=high
+                )
+
+    def gather(
+        self,
+        label: str,
+        buffer: torch.Tensor,
+        runs: Sequence[Run],
+        after: Sequence[Event],
+        first: Callable[[], None],
+    ) -> Event:
+        moved = sum(run.numel for run in runs if run.column != self.column)
+        self.traffic.add("gather", label, moved * buffer.element_size())
+
+        def work() -> None:
+            first()
+            _finish(
+                [
+                    dist.broadcast(
+                        run.of(buffer), self._row_ranks[run.column], self._groups["gather"], True
+                    )
+                    for run in runs
+                ]
+            )
+
+        return self._submit("gather", label, self._row_ranks, work, after)
+
+    def reduce(
+        self,
+        label: str,
+        buffer: torch.Tensor,
+        runs: Sequence[Run],
+        after: Sequence[Event],
+        then: Callable[[], None],
+    ) -> Event:
+        mine = [run for run in runs if run.column == self.column]
+        moved = sum(run.numel for run in runs if run.column != self.column)
+        moved += sum(run.numel for run in mine if run.row != self.row)
+        self.traffic.add("reduce", label, moved * buffer.element_size())
+
+        def inside() -> None:
+            group = self._groups["reduce"]
+            _finish(
+                [
+                    dist.reduce(
+                        run.of(buffer), self._row_ranks[run.column], group=group, async_op=True
+                    )
+                    for run in runs
+                ]
+            )
+            if self.mesh.rows == 1:
+                then()
+
+        def across() -> None:
+            group = self._groups["reduce_rows"]
+            _finish(
+                [
+                    dist.reduce(
+                        run.of(buffer), self._column_ranks[run.row], group=group, async_op=True
+                    )
+                    for run in mine
+                ]
+            )
+            then()
+
+        if self.mesh.columns > 1:
+            event = self._submit("reduce", label, self._row_ranks, inside, after)
+            if self.mesh.rows == 1:
+                return event
+            after = [event]
+        return self._submit("reduce_rows", label, self._column_ranks, across, after)
+
+    def publish(self, label: str, piece: torch.Tensor, row: int, after: Sequence[Event]) -> Event:
+        moved = 0 if row == self.row else piece.numel() * piece.element_size()
+        self.traffic.add("publish", label, moved)
+
+        def work() -> None:
+            dist.broadcast(piece, self._column_ranks[row], self._groups["publish"])
+
+        return self._submit("publish", label, self._column_ranks, work, after)
+
+    def shard_gather(
+        self,
+        label: str,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        after: Sequence[Event],
+        first: Callable[[], None],
+        then: Callable[[], None],
+    ) -> Event:
+        moved = (output.numel() - shard.numel()) * output.element_size()
+        self.traffic.add("shard_gather", label, moved)
+
+        def work() -> None:
+            first()
+            dist.all_gather_into_tensor(output, shard, self._groups["gather"])
+            then()
+
+        return self._submit("gather", label, self._row_ranks, work, after)
+
+    def shard_reduce(
+        self,
+        label: str,
+        shard: torch.Tensor,
+        buffer: torch.Tensor,
+        after: Sequence[Event],
+        then: Callable[[], None],
+    ) -> Event:
+        # Reduce-scatter in the row, then both halves of an all-reduce across rows (section 4.4).
+        moved = buffer.numel() - shard.numel() if self.mesh.columns > 1 else 0
+        moved += 2 * shard.numel() * (self.mesh.rows - 1) // self.mesh.rows
+        self.traffic.add("shard_reduce", label, moved * buffer.element_size())
+
+        def inside() -> None:
+            dist.reduce_scatter_tensor(shard, buffer, group=self._groups["reduce"])
+            if self.mesh.rows == 1:
+                then()
+
+        def across() -> None:
+            dist.all_reduce(shard, group=self._groups["reduce_rows"])
+            then()
+
+        if self.mesh.columns > 1:
+            event = self._submit("reduce", label, self._row_ranks, inside, after)
+            if self.mesh.rows == 1:
+                return event
+            after = [event]
+        else:
+            shard.copy_(buffer)
+        return self._submit("reduce_rows", label, self._column_ranks, across, after)
+
+    def exchange(self, values: torch.Tensor) -> None:
+        self.traffic.add("exchange", "scalars", values.numel() * values.element_size())
+        dist.all_reduce(values, group=self._groups["exchange"])
+
+    def collect(self, values: torch.Tensor) -> torch.Tensor:
+        result = [torch.empty_like(values) for _ in self._all_ranks]
+        dist.all_gather(result, values, group=self._groups["exchange"])
+        return torch.stack(result)
+
+    def collect_column(self, values: torch.Tensor) -> torch.Tensor:
+        result = [torch.empty_like(values) for _ in self._column_ranks]
+        # The publish group, whose stream the caller has waited for.
+        dist.all_gather(result, values, group=self._groups["publish"])
+        return torch.stack(result)
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        self._groups.clear()
+
+    def _submit(
+        self,
+        name: str,
+        label: str,
+        ranks: Sequence[int],
+        work: Callable[[], None],
+        after: Sequence[Event],
+    ) -> Event:
+        where = f"dmuon {name} of {label} (rank {self._all_ranks[self.rank]} among {_brief(ranks)})"
+        return self._streams[name].submit(where, work, after)
+
+
+def _finish(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _brief(ranks: Sequence[int]) -> str:
+    """`ranks 0-3`, or a list that names at most eight."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,385 @@
+"""Muon on owned matrices, AdamW for the rest: one optimizer for a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_dmuon.baselines.gather import gathered_update
+from torchtitan_dmuon.optim.adamw_rule import apply_adamw, new_state
+from torchtitan_dmuon.optim.muon_rule import AdjustLr, MuonOptions, apply_updates
+from torchtitan_dmuon.optim.report import PhaseClock, RouteRow, RoutingReport, StepReport
+from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
+from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
+from torchtitan_dmuon.runtime.group import Group, OwnedParameter
+from torchtitan_dmuon.runtime.layout import Segment
+from torchtitan_dmuon.runtime.runtime import Runtime
+from torchtitan_dmuon.runtime.site import sites_of
+
+logger = logging.getLogger("torchtitan_dmuon")
+
+_ADAMW = ("lr", "betas", "eps", "weight_decay")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for a model's matrices, on their owners; AdamW for everything else.
+
+    The matrix route is `torch.optim.Muon`'s update, run once per matrix and step by its owner on the
+    reduced gradient. The AdamW route is `torch.optim.AdamW`: on the owner for a layer's small
+    tensors, on each shard for what `fully_shard` holds. Afterwards owners hand new weights on to the
+    other rows, parameter by parameter in the order of the forward pass (paper sections 3 and 4).
+
+    `param_groups` are torch's: every trainable parameter is in exactly one, with `route`,
+    `param_names`, and the options of its route (`lr`, `weight_decay`, ...), so learning-rate schedulers
+    work as with any optimizer. State is per parameter: `momentum_buffer` where this rank owns the
+    matrix (`momentum_buffer.<i>` for matrices of a parameter with several owners), `step`, `exp_avg`
+    and `exp_avg_sq` on the AdamW route.
+
+    Gradients live at their owners after backward, not in `Parameter.grad`; clip with
+    `torchtitan_dmuon.clip_grad_norm_`. `step` is collective: every rank calls it.
+
+    Args:
+        model: What `dedicate_params` was called on (called here if there is only one process).
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As in
+            `torch.optim.Muon`.
+        ns_dtype: What Newton-Schulz computes in.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: Of the AdamW route.
+        publish: "async": new weights travel while the step and the next forward go on. "sync": the
+            step waits for them. The bits are the same.
+        nonfinite: What a step does if a gradient has an infinity or NaN on any rank: "skip" leaves
+            weights and state untouched on all ranks, warns with the parameters' names and reports it
+            in `last_step`; "error" raises FloatingPointError on all ranks.
+        param_groups: Overrides: dicts with `params` (parameters of the model) and any of the options
+            above, by the names of this signature. Other parameters get the defaults.
+
+    Raises:
+        ValueError: a value out of range, a parameter that is nobody's, twice or not the model's, no
+            trainable matrix, or a parameter outside the layers that is not sharded though there are
+            several ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLr | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        adamw_lr: float = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        publish: Literal["async", "sync"] = "async",
+        nonfinite: Literal["skip", "error"] = "skip",
+        param_groups: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        for name, value, choices in (
+            ("publish", publish, ("async", "sync")),
+            ("nonfinite", nonfinite, ("skip", "error")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
+        if not sites_of(model) and not (dist.is_initialized() and dist.get_world_size() > 1):
+            dedicate_params(model)
+        self.model = model
+        self.runtime: Runtime = runtime_of(model)
+        self.publish = publish
+        self.nonfinite = nonfinite
+        self.last_step = StepReport()
+        self._entries = {
+            e.parameter: (g, i) for g in self.runtime.groups for i, e in enumerate(g.parameters)
+        }
+        self._names = {e.parameter: e.name for g in self.runtime.groups for e in g.parameters}
+        self._names.update({p: name for name, p in self.runtime.other_parameters()})
+        self._defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "adamw_lr": adamw_lr,
+            "adamw_betas": tuple(adamw_betas),
+            "adamw_eps": adamw_eps,
+            "adamw_weight_decay": adamw_weight_decay,
+        }
+        super().__init__(self._all_groups(param_groups or ()), {})
+        self._check_routes()
+        self._make_state()
+
+    # -- parameter groups ----------------------------------------------------------------------
+
+    def _all_groups(self, overrides: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        groups = [{**group, "params": list(group["params"])} for group in overrides]
+        claimed = {p for group in groups for p in group["params"]}
+        rest = [p for p in self._names if p.requires_grad and p not in claimed]
+        return [*groups, {"params": rest}] if rest else groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, with options by the names of the constructor.
+
+        The group is split by route, since the routes have different options.
+
+        Raises:
+            ValueError: an unknown option or a value out of range, a parameter that is not the model's
+                or is in a group already.
+        """
+        options = {k: v for k, v in param_group.items() if k not in ("params", "param_names")}
+        unknown = options.keys() - self._defaults.keys()
+        if unknown:
+            raise ValueError(
+                f"param_groups: unknown options {sorted(unknown)}; known: {', '.join(self._defaults)}"
+            )
+        merged = {**self._defaults, **options}
+        params = list(param_group["params"])
+        for parameter in params:
+            if parameter not in self._names:
+                raise ValueError(
+                    f"param_groups: a parameter of shape {tuple(parameter.shape)} is not in the model"
+                )
+        matrix = {f.name: merged[f.name] for f in fields(MuonOptions)}
+        MuonOptions(**matrix)
+        adamw = {key: merged[f"adamw_{key}"] for key in _ADAMW}
+        _check_adamw(adamw)
+        for route, values in (("matrix", matrix), ("adamw", adamw)):
+            members = [p for p in params if self._is_matrix(p) == (route == "matrix")]
+            if members:
+                names = [self._names[p] for p in members]
+                super().add_param_group(
+                    {"params": members, "route": route, **values, "param_names": names}
+                )
+
+    def _is_matrix(self, parameter: nn.Parameter) -> bool:
+        entry = self._entry(parameter)
+        return bool(entry and entry.matrices)
+
+    def _entry(self, parameter: nn.Parameter) -> OwnedParameter | None:
+        place = self._entries.get(parameter)
+        return place[0].parameters[place[1]] if place else None
+
+    def _check_routes(self) -> None:
+        if not any(group["route"] == "matrix" for group in self.param_groups):
+            raise ValueError("Muon: no trainable parameter takes the matrix route; all are frozen")
+        if self.runtime.communicator is None:
+            return
+        for name, parameter in self.runtime.other_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{name}: neither owned nor sharded, so ranks would drift apart; call "
+                    "fully_shard(model, mesh=mesh, ignored_params=owned.parameters) before Muon"
+                )
+
+    # -- state -------------------------------------------------------------------------------
+
+    def _make_state(self) -> None:
+        """Make all state now, so that every rank has it whatever gradients come."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                place = self._entries.get(parameter)
+                if place is None:
+                    self.state[parameter] = new_state(parameter.detach(), parameter.dtype)
+                    continue
+                for s in place[0].owned:
+                    if s.parameter == place[1]:
+                        self._make_owned_state(place[0], s, parameter)
+
+    def _make_owned_state(self, group: Group, s: Segment, parameter: nn.Parameter) -> None:
+        entry = group.parameters[s.parameter]
+        master = group.masters[s]
+        like = master.view(entry.shape) if s.numel == entry.numel else master
+        if entry.matrices:
+            self.state[parameter][_momentum_key(entry, s)] = torch.zeros_like(like)
+        else:
+            self.state[parameter].update(new_state(like, master.dtype))
+
+    # -- step --------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, owned and sharded. They are always set to none."""
+        self.runtime.zero_grad()
+        for _, parameter in self.runtime.other_parameters():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all weights from the gradients of the backwards since `zero_grad`. Collective.
+
+        Raises:
+            FloatingPointError: a gradient is not finite and `nonfinite="error"`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        clock = PhaseClock(self.runtime.device)
+        gradients = agree_on_gradients(self.runtime)
+        clock.mark("reduce")
+        if gradients.nonfinite:
+            self._refuse(gradients, clock)
+            return loss
+        self.runtime.free_all()
+        count = 0
+        for group in self.runtime.order:
+            for piece in group.pieces:
+                count += self._update_piece(group, piece, gradients, clock)
+                group.publish(piece)
+                clock.mark("publish")
+        self._update_sharded()
+        clock.mark("elementwise")
+        if self.publish == "sync":
+            self.runtime.wait_for_publish()
+        clock.mark("publish")
+        self.runtime.traffic.step += 1
+        self.last_step = StepReport(count, False, (), clock)
+        return loss
+
+    def _refuse(self, gradients: Gradients, clock: PhaseClock) -> None:
+        names = ", ".join(gradients.nonfinite[:8])
+        more = len(gradients.nonfinite) - 8
+        text = f"gradients are not finite: {names}" + (f" and {more} more" if more > 0 else "")
+        self.last_step = StepReport(0, True, gradients.nonfinite, clock)
+        if self.nonfinite == "error":
+            raise FloatingPointError(text)
+        if self.runtime.communicator is None or self.runtime.communicator.rank == 0:
+            logger.warning("step skipped, %s", text)
+
+    def _update_piece(
+        self, group: Group, piece: Sequence[Segment], gradients: Gradients, clock: PhaseClock
+    ) -> int:
+        """Update the segments of a piece that this rank owns. Returns the matrices done."""
+        count = 0
+        small: dict[int, list[Segment]] = {}
+        options = {p: g for g in self.param_groups for p in g["params"]}
+        for s in piece:
+            entry = group.parameters[s.parameter]
+            # Also those without a gradient anywhere: left alone, as torch leaves them alone.
+            if s not in group.masters or entry.name not in gradients.present:
+                continue
+            chosen = options.get(entry.parameter)
+            if chosen is None or s not in group.gradients:
+                continue
+            if not entry.matrices:
+                small.setdefault(id(chosen), []).append(s)
+                continue
+            momentum = self.state[entry.parameter][_momentum_key(entry, s)].view(-1)
+            rule = MuonOptions.of(chosen)
+            if self.runtime.mode == "gather":
+                count += gathered_update(group, s.parameter, momentum, rule)
+            else:
+                count += apply_updates(
+                    group.masters[s], group.gradients[s], momentum, s.matrices, s.start, rule
+                )
+        clock.mark("orthogonalize")
+        for segments in small.values():
+            self._update_small(group, segments, options)
+        clock.mark("elementwise")
+        return count
+
+    def _update_small(
+        self,
+        group: Group,
+        segments: Sequence[Segment],
+        options: dict[nn.Parameter, dict[str, Any]],
+    ) -> None:
+        parameters = [group.parameters[s.parameter].parameter for s in segments]
+        states = [self.state[p] for p in parameters]
+        apply_adamw(
+            [group.masters[s] for s in segments],
+            [group.gradients[s] for s in segments],
+            [state["exp_avg"].view(-1) for state in states],
+            [state["exp_avg_sq"].view(-1) for state in states],
+            [state["step"] for state in states],
+            options[parameters[0]],
+        )
+
+    def _update_sharded(self) -> None:
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p not in self._entries and p.grad is not None]
+            if group["route"] == "adamw" and members:
+                states = [self.state[p] for p in members]
+                apply_adamw(
+                    [_local(p) for p in members],
+                    [_local(p.grad) for p in members],
+                    [_local(state["exp_avg"]) for state in states],
+                    [_local(state["exp_avg_sq"]) for state in states],
+                    [_local(state["step"]) for state in states],
+                    group,
+                )
+
+    # -- reports -----------------------------------------------------------------------------
+
+    def routing(self) -> RoutingReport:
+        """Return which parameter takes which route, with owners and effective learning rates."""
+        options = {p: g for g in self.param_groups for p in g["params"]}
+        rows = [self._row(p, name, options.get(p)) for p, name in self._names.items()]
+        order = {name: i for i, name in enumerate(_model_names(self.runtime))}
+        return RoutingReport(tuple(sorted(rows, key=lambda row: order[row.name])))
+
+    def _row(self, parameter: nn.Parameter, name: str, group: dict[str, Any] | None) -> RouteRow:
+        place = self._entries.get(parameter)
+        matrices = place[0].parameters[place[1]].matrices if place else ()
+        if place is None:
+            holder = "sharded" if isinstance(parameter, DTensor) else "local"
+        else:
+            mine = [s for s in place[0].layout.segments if s.parameter == place[1]]
+            mesh = self.runtime.assignment.mesh
+            owners = sorted({mesh.rank(s.row, s.column) for s in mine if s.row >= 0})
+            holder = ",".join(map(str, owners)) if owners else "sharded"
+        rates: tuple[float, ...] = ()
+        if group is not None and matrices:
+            rule = MuonOptions.of(group)
+            rates = tuple(rule.adjusted_lr(m.rows, m.columns) for m in matrices)
+        elif group is not None:
+            rates = (float(group["lr"]),)
+        route: Literal["matrix", "adamw", "frozen"]
+        route = "frozen" if group is None else group["route"]
+        return RouteRow(name, tuple(parameter.shape), route, holder, len(matrices), rates)
+
+
+def _model_names(runtime: Runtime) -> list[str]:
+    from torchtitan_dmuon.runtime.runtime import canonical_name
+
+    return [canonical_name(name) for name, _ in runtime.model.named_parameters()]
+
+
+def _momentum_key(entry: OwnedParameter, s: Segment) -> str:
+    if not s.matrices or s.numel == entry.numel:
+        return "momentum_buffer"
+    return f"momentum_buffer.{s.matrices[0].index}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_adamw(options: dict[str, Any]) -> None:
+    for name, valid, wanted in (
+        ("adamw_lr", options["lr"] >= 0, "a number >= 0"),
+        ("adamw_eps", options["eps"] >= 0, "a number >= 0"),
+        ("adamw_weight_decay", options["weight_decay"] >= 0, "a number >= 0"),
+        (
+            "adamw_betas",
+            len(options["betas"]) == 2 and all(0 <= b < 1 for b in options["betas"]),
+            "two numbers with 0 <= beta < 1",
+        ),
+    ):
+        if not valid:
+            raise ValueError(
+                f"{name}: expected {wanted}, got {options[name.removeprefix('adamw_')]!r}"
+            )

@@ -1,0 +1,100 @@
+"""What all ranks must know of a step's gradients before anything is updated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan_dmuon.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The agreed facts about the reduced gradients.
+
+    Attributes:
+        norm: 2-norm over all parameters, owned and sharded, each counted once.
+        present: Owned parameters that had a gradient on some rank.
+        nonfinite: Parameters with an infinity or a NaN, owned and sharded.
+    """
+
+    norm: float
+    present: frozenset[str]
+    nonfinite: tuple[str, ...]
+
+
+def agree_on_gradients(runtime: Runtime) -> Gradients:
+    """Find norm, presence and non-finite values; one small all-reduce over all ranks.
+
+    The result is kept until gradients change, so clipping and the step that follows share it.
+    Waits for the reductions of the backwards so far. Collective.
+    """
+    runtime.settle()
+    others = [(name, p) for name, p in runtime.other_parameters() if p.grad is not None]
+    key = (
+        runtime.gradient_version,
+        tuple(p.grad._version for _, p in others if p.grad is not None),
+    )
+    if runtime.known_gradients and runtime.known_gradients[0] == key:
+        known: Gradients = runtime.known_gradients[1]
+        return known
+    owned = [e.name for g in runtime.groups for e in g.parameters]
+    # Names of every rank, whether or not it has a gradient here: positions must agree.
+    names = owned + [name for name, _ in runtime.other_parameters()]
+    index = {name: i for i, name in enumerate(names)}
+    total, bad = _local(runtime, others)
+    vector = torch.zeros(1 + len(owned) + len(names), dtype=torch.float64)
+    vector[0] = total
+    for group in runtime.groups:
+        for name in group.present:
+            vector[1 + index[name]] = 1
+    for name in bad:
+        vector[1 + len(owned) + index[name]] = 1
+    if runtime.communicator is not None:
+        vector = vector.to(runtime.device)
+        runtime.communicator.exchange(vector)
+    values = vector.tolist()
+    result = Gradients(
+        norm=max(values[0], 0.0) ** 0.5 if values[0] == values[0] else float("nan"),
+        present=frozenset(n for n, v in zip(owned, values[1:], strict=False) if v),
+        nonfinite=tuple(n for n, v in zip(names, values[1 + len(owned) :], strict=True) if v),
+    )
+    runtime.known_gradients = (key, result)
+    return result
+
+
+def _local(
+    runtime: Runtime, others: list[tuple[str, torch.nn.Parameter]]
+) -> tuple[float, set[str]]:
+    """Return this rank's share of the squared norm, and the names with non-finite values here."""
+    names: list[str] = []
+    counted: list[bool] = []
+    norms: list[torch.Tensor] = []
+
+    def add(name: str, gradient: torch.Tensor, count: bool) -> None:
+        names.append(name)
+        counted.append(count)
+        # In float64 no finite float32 gradient overflows, so a non-finite norm proves a bad value.
+        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+
+    for group in runtime.groups:
+        for s, gradient in group.gradients.items():
+            # In line B every row holds the same shards; one counts.
+            add(group.parameters[s.parameter].name, gradient, s.row >= 0 or group.row == 0)
+    for name, parameter in others:
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(gradient, DTensor):
+            coordinate = gradient.device_mesh.get_coordinate() or ()
+            replicas = zip(coordinate, gradient.placements, strict=True)
+            first = all(c == 0 for c, p in replicas if isinstance(p, Replicate))
+            add(name, gradient.to_local(), first)
+        else:
+            add(name, gradient, True)
+    if not norms:
+        return 0.0, set()
+    values = torch.stack(norms).tolist()
+    bad = {n for n, v in zip(names, values, strict=True) if not v < float("inf")}
+    return sum(v * v for v, count in zip(values, counted, strict=True) if count), bad

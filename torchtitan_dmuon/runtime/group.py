@@ -1,0 +1,445 @@
+"""The memory of one group on one rank, and its way between freed and gathered.
+
+A group is what is gathered and reduced together: the owned parameters of one layer. Its buffer
+holds all of them in the compute dtype while the layer needs them; the model's parameters are views
+of it. What a rank keeps between uses are the FP32 masters of what it owns and, where several rows
+exist, the copies that its row gathers from.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from torchtitan_dmuon.comm import Communicator, Event
+from torchtitan_dmuon.comm.streams import mark
+from torchtitan_dmuon.ownership import Matrix
+from torchtitan_dmuon.runtime.layout import ALIGNMENT_NUMEL, Layout, Segment
+
+Places = list[tuple[nn.Module, str]]
+
+
+@dataclass(slots=True)
+class OwnedParameter:
+    """A parameter of a group, as every rank knows it.
+
+    Attributes:
+        name: Canonical fully qualified name.
+        shape: Full shape.
+        matrices: Its matrices; empty if it is updated elementwise.
+        parameter: The object that the model has registered.
+        places: Every (module, attribute) that it is registered at.
+    """
+
+    name: str
+    shape: torch.Size
+    matrices: tuple[Matrix, ...]
+    parameter: nn.Parameter
+    places: Places
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of a group.
+
+    Attributes:
+        master: What owners keep and update.
+        compute: What the layer computes with and what is gathered and published.
+        reduce: What gradients are summed in.
+    """
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+class GroupState(enum.Enum):
+    FREED = enum.auto()
+    """No buffer; the parameters are placeholders that read as NaN."""
+
+    GATHERING = enum.auto()
+    """The buffer is being filled; the parameters are still placeholders."""
+
+    GATHERED = enum.auto()
+    """The parameters are views of the filled buffer."""
+
+
+class Group(ABC):
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: Canonical name of the layer.
+        parameters: The owned parameters, in the model's order.
+        layout: The table of the buffer.
+        owned: Segments whose master this rank keeps, in buffer order.
+        masters: 1-D master of each owned segment.
+        gradients: 1-D reduced gradient of each owned segment, in the master dtype; empty before the
+            first reduction after `zero_grad`.
+        present: Names of the parameters that had a gradient on this rank since `zero_grad`.
+        uses: Modules that are running and need the parameters.
+        pieces: The segments of this column, in the portions in which they are updated and published.
+    """
+
+    # Whether this rank's row keeps a copy to gather from, apart from masters.
+    has_copy: bool
+    pieces: list[list[Segment]]
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[OwnedParameter],
+        layout: Layout,
+        precision: Precision,
+        communicator: Communicator | None,
+        device: torch.device,
+        gradient_scale: float,
+    ) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self.layout = layout
+        self.precision = precision
+        self.communicator = communicator
+        self.device = device
+        self.gradient_scale = gradient_scale
+        self.columns = communicator.mesh.columns if communicator else 1
+        self.rows = communicator.mesh.rows if communicator else 1
+        self.row = communicator.row if communicator else 0
+        self.column = communicator.column if communicator else 0
+        self.led = [s for s in layout.segments if s.column == self.column]
+        self.owned = [s for s in self.led if s.row in (self.row, -1)]
+        self.state = GroupState.FREED
+        self.uses = 0
+        self.fired: set[int] = set()
+        self.present: set[str] = set()
+        self.gradients: dict[Segment, torch.Tensor] = {}
+        self._unsynced: torch.Tensor | None = None
+        self._gathering: Event | None = None
+        self._everything = frozenset(range(len(self.parameters)))
+        # Where every parameter is always resident: one column.
+        self.resident = self.columns == 1
+        self.masters: dict[Segment, torch.Tensor] = {}
+        self.copies: dict[Segment, torch.Tensor] = {}
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """Make masters, copies and buffer on `self.device`, with undefined content."""
+        p = self.precision
+        self.buffer = torch.empty(self.layout.numel, dtype=p.compute, device=self.device)
+        if self.resident:
+            self.copies = {s: _part(self.buffer, s.offset, s.numel) for s in self.led}
+        else:
+            self.copies = self._flat(self.led, p.compute) if self.has_copy else {}
+        if self.copies and p.master == p.compute:
+            # One storage serves both: the owner's copy is its master.
+            self.masters = {s: self.copies[s] for s in self.owned}
+        else:
+            self.masters = self._flat(self.owned, p.master)
+        self.views = [
+            _part(self.buffer, offset, entry.numel).view(entry.shape)
+            for offset, entry in zip(self.layout.offsets, self.parameters, strict=True)
+        ]
+        # After the views: a view of a storage without bytes cannot be made, but it can lose them.
+        if not self.resident and self.device.type != "meta":
+            self.buffer.untyped_storage().resize_(0)
+        self._placeholder = torch.full((), float("nan"), dtype=p.compute, device=self.device)
+        self.state = GroupState.GATHERED if self.resident else GroupState.FREED
+        for entry, view in zip(self.parameters, self.views, strict=True):
+            self._install(entry, view if self.resident else self._placeholder.expand(entry.shape))
+
+    def _install(self, entry: OwnedParameter, data: torch.Tensor) -> None:
+        """Point a parameter at `data`; a new object where the old one cannot follow (meta)."""
+        old = entry.parameter
+        if old.device.type == data.device.type:
+            old.data = data
+            return
+        entry.parameter = nn.Parameter(data, requires_grad=old.requires_grad)
+        for module, attribute in entry.places:
+            module._parameters[attribute] = entry.parameter
+
+    def move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `Module._apply(convert)`: to another device, with or without the content.
+
+        Raises:
+            TypeError: `convert` changes the dtype.
+        """
+        probe = convert(torch.empty(0, dtype=self.precision.master, device=self.device))
+        if probe.dtype != self.precision.master:
+            raise TypeError(
+                f"{self.name}: owned parameters cannot be cast to {probe.dtype}; give param_dtype to "
+                f"dedicate_params, masters stay {self.precision.master}"
+            )
+        if probe.device == self.device:
+            return
+        old, self.device = self.masters, probe.device
+        self.allocate()
+        with torch.no_grad():
+            for s, master in old.items():
+                self.masters[s].copy_(convert(master))
+
+    def _flat(self, segments: Sequence[Segment], dtype: torch.dtype) -> dict[Segment, torch.Tensor]:
+        """Return a view for each segment of one new tensor, in buffer order, aligned."""
+        starts, position = [], 0
+        for s in segments:
+            starts.append(position)
+            position += -(-s.numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+        flat = torch.empty(position, dtype=dtype, device=self.device)
+        return {s: _part(flat, start, s.numel) for s, start in zip(segments, starts, strict=True)}
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return this rank's bytes by purpose: masters, copies, gradients, gathered, unsynced."""
+        shared = {t.untyped_storage().data_ptr() for t in self.copies.values()}
+        own = [t for t in self.masters.values() if t.untyped_storage().data_ptr() not in shared]
+        gathered = 0 if self.resident else self.buffer.untyped_storage().nbytes()
+        return {
+            "masters": _bytes(own),
+            "copies": _bytes(self.copies.values()),
+            "gradients": _bytes(self.gradients.values()),
+            "gathered": gathered,
+            "unsynced": 0 if self._unsynced is None else _bytes([self._unsynced]),
+        }
+
+    def master_of(self, name: str) -> list[tuple[Segment, torch.Tensor]]:
+        """Return this rank's segments of a parameter with their masters."""
+        return [
+            (s, m) for s, m in self.masters.items() if self.parameters[s.parameter].name == name
+        ]
+
+    @torch.no_grad()
+    def write(self, index: int, full: torch.Tensor) -> None:
+        """Take the owned parts of parameter `index` from its full value, of any dtype."""
+        flat = full.detach().reshape(-1)
+        for s in self.owned:
+            if s.parameter == index:
+                self.masters[s].copy_(flat[s.start : s.start + s.numel])
+
+    # -- gather ------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Start to fill the buffer, unless it is filled or being filled."""
+        if self.state is not GroupState.FREED or self.resident:
+            return
+        self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+        self._gathering = self._gather([mark(self.device)])
+        self.state = GroupState.GATHERING
+
+    def finish_gather(self) -> None:
+        """Make the parameters usable: views of the filled buffer. Starts the gather if need be."""
+        self.start_gather()
+        if self.state is GroupState.GATHERED:
+            self._wait_resident()
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._wait_resident()
+        for entry, view in zip(self.parameters, self.views, strict=True):
+            entry.parameter.data = view
+        self.state = GroupState.GATHERED
+
+    def free(self) -> None:
+        """Give the buffer up; the parameters become placeholders of the same shape and dtype."""
+        if self.resident or self.state is GroupState.FREED:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        for entry in self.parameters:
+            entry.parameter.data = self._placeholder.expand(entry.shape)
+        self.buffer.untyped_storage().resize_(0)
+        self.state = GroupState.FREED
+
+    @abstractmethod
+    def _gather(self, after: list[Event]) -> Event: ...
+
+    def _wait_resident(self) -> None:
+        """Order the caller after what still writes to a resident buffer."""
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def trainable(self) -> list[int]:
+        """Return the indices of the parameters that take gradients."""
+        return [i for i, e in enumerate(self.parameters) if e.parameter.requires_grad]
+
+    @torch.no_grad()
+    def take_gradients(self, *, sync: bool) -> tuple[Event, torch.Tensor] | None:
+        """Move the parameters' gradients out of the model, and to their owners if `sync`.
+
+        A parameter without a gradient contributes zero: which collectives run never depends on it.
+
+        Returns:
+            The end of the reduction and the tensor that must stay alive until then; None if nothing
+            was sent.
+        """
+        trainable = self.trainable()
+        self.fired.clear()
+        if not trainable:
+            return None
+        packed = torch.empty(self.layout.numel, dtype=self.precision.reduce, device=self.device)
+        for index in trainable:
+            entry = self.parameters[index]
+            place = _part(packed, self.layout.offsets[index], entry.numel)
+            gradient = entry.parameter.grad
+            if gradient is None:
+                place.zero_()
+            else:
+                place.view(entry.shape).copy_(gradient)
+                self.present.add(entry.name)
+                entry.parameter.grad = None
+            if self._unsynced is not None:
+                place.add_(_part(self._unsynced, self.layout.offsets[index], entry.numel))
+        if not sync:
+            # Nothing yet from a parameter that is unfrozen later: zero, not garbage.
+            for index in self._everything.difference(trainable):
+                offset = self.layout.offsets[index]
+                _part(packed, offset, self.parameters[index].numel).zero_()
+            self._unsynced = packed
+            return None
+        self._unsynced = None
+        event = self._reduce(packed, frozenset(trainable))
+        return None if event is None else (event, packed)
+
+    @abstractmethod
+    def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None: ...
+
+    def _accumulator(self, sources: Sequence[tuple[Segment, torch.Tensor]]) -> Callable[[], None]:
+        """Return what adds the summed `sources`, scaled, to the reduced gradients."""
+        plan = []
+        for s, source in sources:
+            fresh = s not in self.gradients
+            if fresh:
+                self.gradients[s] = torch.empty(
+                    s.numel, dtype=self.precision.master, device=self.device
+                )
+            plan.append((self.gradients[s], source, fresh))
+        scale = self.gradient_scale
+
+        def accumulate() -> None:
+            with torch.no_grad():
+                for target, source, fresh in plan:
+                    if fresh:
+                        target.copy_(source).mul_(scale)
+                    else:
+                        target.add_(source.to(target.dtype), alpha=scale)
+
+        return accumulate
+
+    def clear_gradients(self) -> None:
+        """Forget reduced and unsynchronised gradients."""
+        self.gradients.clear()
+        self.present.clear()
+        self._unsynced = None
+
+    # -- after an update ---------------------------------------------------------------------
+
+    @abstractmethod
+    def publish(self, piece: Sequence[Segment]) -> None:
+        """Hand the new value of one of `pieces` on to whom the rows gather from.
+
+        Called for each piece, in order, by every rank of the column, owner or not.
+        """
+
+    @abstractmethod
+    def wait_for_publish(self) -> None:
+        """Order the caller after all publishes so far."""
+
+
+class OwnerGroup(Group):
+    """A group whose every segment has one owner in the whole mesh (line C)."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        # Paper section 4.4: one more resident copy per node, as soon as there are several.
+        self.has_copy = self.rows > 1 or self.resident
+        self._publishing: list[Event] = []
+        self.pieces = self._cut()
+
+    def _cut(self) -> list[list[Segment]]:
+        """Cut the led segments into what is published as one: same unit, side by side."""
+        pieces: list[list[Segment]] = []
+        for s in self.led:
+            last = pieces[-1][-1] if pieces else None
+            near = last and s.offset - (last.offset + last.numel) < ALIGNMENT_NUMEL
+            if last and near and last.unit == s.unit and last.row == s.row:
+                pieces[-1].append(s)
+            else:
+                pieces.append([s])
+        return pieces
+
+    def _gather(self, after: list[Event]) -> Event:
+        assert self.communicator is not None
+        runs = self.layout.runs(self._everything, columns_only=True)
+        sources = [
+            (
+                _part(self.buffer, s.offset, s.numel),
+                self.copies[s] if self.copies else self.masters[s],
+            )
+            for s in self.led
+        ]
+
+        def first() -> None:
+            with torch.no_grad():
+                for target, source in sources:
+                    target.copy_(source)
+
+        # The only place that waits for a publish: the row's next gather of what it delivers.
+        after = [*after, *self._publishing]
+        self._publishing = []
+        return self.communicator.gather(self.name, self.buffer, runs, after, first)
+
+    def _wait_resident(self) -> None:
+        if self.resident:
+            self.wait_for_publish()
+
+    def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None:
+        mine = [s for s in self.owned if s.parameter in trainable]
+        accumulate = self._accumulator([(s, _part(packed, s.offset, s.numel)) for s in mine])
+        if self.communicator is None:
+            accumulate()
+            return None
+        runs = self.layout.runs(trainable, columns_only=False)
+        return self.communicator.reduce(self.name, packed, runs, [mark(self.device)], accumulate)
+
+    @torch.no_grad()
+    def publish(self, piece: Sequence[Segment]) -> None:
+        if not self.copies:
+            return
+        if piece[0].row == self.row and self.precision.master != self.precision.compute:
+            for s in piece:
+                self.copies[s].copy_(self.masters[s])
+        if self.rows > 1:
+            assert self.communicator is not None
+            label = f"{self.name}:{self.parameters[piece[0].parameter].name}"
+            joined = _join([self.copies[s] for s in piece])
+            self._publishing.append(
+                self.communicator.publish(label, joined, piece[0].row, [mark(self.device)])
+            )
+
+    def wait_for_publish(self) -> None:
+        for event in self._publishing:
+            event.wait()
+        self._publishing = []
+
+
+def _part(flat: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
+    return flat[offset : offset + numel]
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one view over parts that lie side by side in one storage, gaps included."""
+    first, last = parts[0], parts[-1]
+    end = last.storage_offset() + last.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def _bytes(tensors: object) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)  # type: ignore[attr-defined]

@@ -1,0 +1,363 @@
+"""The runtime of one model on one rank: what happens around each forward, backward and update."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from torchtitan_dmuon.comm import Communicator, Event, Traffic
+from torchtitan_dmuon.ownership import Assignment, Layer
+from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
+from torchtitan_dmuon.runtime.group import Group, GroupState
+from torchtitan_dmuon.runtime.site import Site
+
+# Reductions in flight whose packed gradients are kept; one more waits for the oldest.
+_MAX_REDUCTIONS = 2
+
+
+class Runtime:
+    """Gathers, reduces and publishes the groups of one model as its modules run.
+
+    Attributes:
+        model: The model.
+        sites: The model's site first, then those with groups, in module order.
+        groups: Every group, in module order.
+        order: Every group in the order of the first forward; module order until then.
+        layers: What the assignment was made from, by group.
+        assignment: Who owns what.
+        communicator: None if there is one rank.
+        sync: Whether the next backward reduces gradients (`no_sync`).
+        traffic: Counts of communication.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        groups: Sequence[Group],
+        *,
+        layers: Sequence[Layer],
+        assignment: Assignment,
+        mode: str,
+        communicator: Communicator | None,
+        device: torch.device,
+        reshard_after_forward: bool,
+        prefetch_depth: int,
+        cast_inputs_to: torch.dtype | None,
+    ) -> None:
+        self.model = model
+        self.sites = list(sites)
+        self.groups = list(groups)
+        self.order = list(groups)
+        self.layers = tuple(layers)
+        self.assignment = assignment
+        self.mode = mode
+        self.communicator = communicator
+        self.device = device
+        self.sync = True
+        self.traffic = communicator.traffic if communicator else Traffic()
+        # Changes whenever gradients do; what was computed from them is kept by it.
+        self.gradient_version = 0
+        self.known_gradients: tuple[object, Any] | None = None
+        self._reshard = reshard_after_forward
+        self._depth = prefetch_depth
+        self._cast = cast_inputs_to
+        self._nesting = 0
+        self._trace: list[Group] = []
+        self._position: dict[Group, int] = {}
+        self._current = Pass()
+        self._pending: list[Pass] = []
+        self._runs: dict[Pass, BackwardRun] = {}
+        self._task = -1
+        self._reductions: deque[tuple[Event, torch.Tensor]] = deque()
+        self._watched: set[nn.Parameter] = set()
+        # Copies that do not follow from their masters: new, moved or loaded weights.
+        self._stale = True
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def enter(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A site is about to run: have its groups gathered, and the next ones started."""
+        if _in_backward():
+            self._enter_again(site)
+            return self._cast_inputs(site, args, kwargs)
+        if self._nesting == 0:
+            self._begin_pass()
+        self._nesting += 1
+        for group in site.groups:
+            group.uses += 1
+            group.start_gather()
+        self._prefetch(site)
+        for group in site.groups:
+            group.finish_gather()
+            self._watch(group)
+            self._trace.append(group)
+        return self._cast_inputs(site, args, kwargs)
+
+    def leave(self, site: Site, outputs: Any) -> Any:
+        """A site has run: free its groups, or see to it that backward finds them."""
+        if _in_backward():
+            return outputs
+        keep = False
+        if torch.is_grad_enabled() and site.groups:
+            self._current.calls.append(site)
+            index = len(self._current.calls) - 1
+            hooked = self._on_backward(self._current, index, outputs)
+            # Backward may come along a path that the outputs do not show: never free under it.
+            keep = not self._reshard or not hooked
+        for group in site.groups:
+            group.uses -= 1
+            if not group.uses and not keep:
+                group.free()
+        self._nesting -= 1
+        if self._nesting == 0:
+            self._end_pass(site)
+        return outputs
+
+    def fail(self) -> None:
+        """A site raised: forget the pass, so that the next one starts clean."""
+        if _in_backward():
+            return
+        self._nesting = 0
+        self._trace = []
+        self._current = Pass()
+        for group in self.groups:
+            group.uses = 0
+            group.free()
+
+    def _begin_pass(self) -> None:
+        self._current = Pass(sync=self.sync)
+        self._trace = []
+        if self._stale:
+            self.publish_all()
+
+    def _end_pass(self, outermost: Site) -> None:
+        if outermost is self.sites[0] and not self._position:
+            self.order = list(dict.fromkeys([*self._trace, *self.groups]))
+            self._position = {group: i for i, group in enumerate(self.order)}
+        record, self._current, self._trace = self._current, Pass(), []
+        # A forward in eval mode is not expected to be followed by a backward on some rank.
+        if record.calls and outermost.module.training:
+            self._pending.append(record)
+        needed = (
+            set[Group]() if self._reshard else set().union(*(p.groups() for p in self._pending))
+        )
+        held = needed | record.groups()
+        for group in self.groups:
+            # Prefetched for nothing, or used without gradients.
+            if group not in held and not group.uses:
+                group.free()
+
+    def _prefetch(self, site: Site) -> None:
+        if not site.groups or not self._position:
+            return
+        start = self._position[site.groups[0]] + 1
+        for group in self.order[start : start + self._depth]:
+            group.start_gather()
+
+    def _cast_inputs(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._cast is None or not site.groups:
+            return args, kwargs
+        dtype = self._cast
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.to(dtype)
+            return value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _on_backward(self, record: Pass, index: int, outputs: Any) -> bool:
+        """Be told when backward reaches a call's outputs. Returns whether it can."""
+        hooked = False
+
+        def reached(gradient: torch.Tensor) -> None:
+            run = self._run(record)
+            run.enter(len(run.stages) - 1 - index)
+
+        for value in tree_flatten(outputs)[0]:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(reached)
+                hooked = True
+        return hooked
+
+    def _watch(self, group: Group) -> None:
+        """Be told when a parameter's gradient is complete."""
+        for index, entry in enumerate(group.parameters):
+            parameter = entry.parameter
+            if not parameter.requires_grad or parameter in self._watched:
+                continue
+            self._watched.add(parameter)
+
+            def done(_: torch.Tensor, group: Group = group, index: int = index) -> None:
+                group.fired.add(index)
+                for run in self._runs.values():
+                    run.advance()
+
+            parameter.register_post_accumulate_grad_hook(done)
+
+    def _run(self, record: Pass) -> BackwardRun:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            # The first call of this backward; what an aborted one left is void.
+            self._runs.clear()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        run = self._runs.get(record)
+        if run is None:
+            record.sync = self.sync
+            run = self._runs[record] = BackwardRun(record, self._depth, self._finish_group(record))
+        return run
+
+    def _finish_group(self, record: Pass) -> Callable[[Group], None]:
+        def finish(group: Group) -> None:
+            self.gradient_version += 1
+            sent = group.take_gradients(sync=record.sync)
+            group.free()
+            if sent is None:
+                return
+            self._reductions.append(sent)
+            if len(self._reductions) > _MAX_REDUCTIONS:
+                self._reductions.popleft()[0].wait()
+
+        return finish
+
+    def _enter_again(self, site: Site) -> None:
+        """Activation recomputation: the forward of a site inside a backward (paper C.4)."""
+        if not site.groups:
+            return
+        if not any(run.recompute(site) for run in self._runs.values()):
+            raise NotImplementedError(
+                f"{site.name or 'the model'} runs inside a backward that its own forward was not "
+                "recorded for; use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+    def _end_backward(self) -> None:
+        for record, run in self._runs.items():
+            run.finish()
+            if record in self._pending:
+                self._pending.remove(record)
+        self._runs.clear()
+        self._task = -1
+        for group in self.groups:
+            late = [e.name for e in group.parameters if e.parameter.grad is not None]
+            if late:
+                raise RuntimeError(
+                    f"{', '.join(late)}: a gradient came after those of {group.name} were reduced; "
+                    f"an owned parameter may only be used inside a call of {group.name}"
+                )
+
+    def drop_backward(self) -> None:
+        """Take part in the collectives of backwards that this rank did not run, with zeros."""
+        for record in list(self._pending):
+            run = BackwardRun(record, self._depth, self._finish_group(record))
+            run.finish()
+            self._pending.remove(record)
+
+    # -- update ------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Have all gradients at their owners: the end of the backwards of this step."""
+        self.drop_backward()
+        while self._reductions:
+            self._reductions.popleft()[0].wait()
+
+    def free_all(self) -> None:
+        """Give up every gathered buffer: masters are about to change."""
+        for group in self.groups:
+            if group.state is not GroupState.FREED:
+                group.free()
+
+    def publish_all(self) -> None:
+        """Bring every copy to the value of its master."""
+        for group in self.order:
+            for piece in group.pieces:
+                group.publish(piece)
+        self._stale = False
+
+    def wait_for_publish(self) -> None:
+        for group in self.groups:
+            group.wait_for_publish()
+
+    def zero_grad(self) -> None:
+        # Reductions in flight write to tensors that are dropped here.
+        self.gradient_version += 1
+        for group in self.groups:
+            group.clear_gradients()
+            for entry in group.parameters:
+                entry.parameter.grad = None
+
+    def mark_stale(self) -> None:
+        """Masters were written: copies follow before the next forward."""
+        self._stale = True
+        self.free_all()
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def owned_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters that have owners, as the model has them registered now."""
+        return {e.parameter for g in self.groups for e in g.parameters}
+
+    def other_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's parameters without owners, with canonical names."""
+        owned = self.owned_parameters()
+        for name, parameter in self.model.named_parameters():
+            if parameter not in owned:
+                yield canonical_name(name), parameter
+
+    def move(self, group: Group, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `Module._apply` of a site's module."""
+        group.move(convert)
+        self.device = group.device
+        self._watched.clear()
+        self._stale = True
+
+    @contextmanager
+    def gathered(self, groups: Sequence[Group], *, writeback: bool) -> Iterator[None]:
+        """Hold full parameters for a while; see `full_params`."""
+        if self._stale:
+            self.publish_all()
+        for group in groups:
+            group.uses += 1
+            group.start_gather()
+        for group in groups:
+            group.finish_gather()
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.uses -= 1
+                if writeback:
+                    for index, entry in enumerate(group.parameters):
+                        group.write(index, entry.parameter)
+                if not group.uses:
+                    group.free()
+            if writeback:
+                self.mark_stale()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return this rank's bytes by purpose, summed over groups; see `Group.memory_bytes`."""
+        total: dict[str, int] = {}
+        for group in self.groups:
+            for key, value in group.memory_bytes().items():
+                total[key] = total.get(key, 0) + value
+        return total
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's or module's name without the parts that wrappers add."""
+    for part in ("_checkpoint_wrapped_module", "_orig_mod"):
+        name = name.replace(f"{part}.", "").removesuffix(f".{part}").removesuffix(part)
+    return name
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
