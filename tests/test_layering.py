@@ -17,13 +17,14 @@ LEVELS = [
     {"comm"},
     {"comm.c10d", "runtime.layout"},
     {"runtime.group"},
-    {"runtime.site", "runtime.backward", "baselines.shards", "baselines.gather"},
+    {"runtime.site", "baselines.shards", "baselines.gather"},
+    {"runtime.backward"},
     {"runtime.runtime"},
     {"runtime.select", "runtime.gradients"},
     {"runtime.dedicate"},
     {"runtime.api", "runtime.replicas", "optim.muon"},
     {"data", "models"},
-    {"metrics", "baselines.torch_muon"},
+    {"metrics", "baselines.torch_muon", "optim.container"},
     {"config.schema"},
     {"config.toml_io", "config.data_source", "parallelize"},
     {"config.command_line", "config.lines", "trainer"},
@@ -31,14 +32,15 @@ LEVELS = [
     {"config.optimizer_checks"},
     {"config.checks"},
     {"config.build"},
-    {"launch", "train"},
+    {"launch", "train", "bench"},
+    {"cli"},
 ]
 
 
 def _unit(module: str) -> str:
     name = module.removeprefix("torchtitan_dmuon").lstrip(".")
     head = name.split(".")[0]
-    return head if head in ("data", "models", "ownership") else name
+    return head if head in ("bench", "data", "models", "ownership") else name
 
 
 def _imports(path: Path) -> set[str]:

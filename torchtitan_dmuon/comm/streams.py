@@ -93,7 +93,7 @@ class HostStream(Stream):
     """
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
-        # The operation's own limit comes first and has the better message; this one is the backstop.
+        # The operation's own limit comes first and has the better message; this is the backstop.
         self._timeout_seconds = timeout_seconds + 30
         self._queue: queue.SimpleQueue[
             tuple[str, Callable[[], None], Sequence[Event], _HostEvent] | None

@@ -20,7 +20,7 @@ from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
 from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
 from torchtitan_dmuon.runtime.group import Group, OwnedParameter
 from torchtitan_dmuon.runtime.layout import Segment
-from torchtitan_dmuon.runtime.runtime import Runtime
+from torchtitan_dmuon.runtime.runtime import Runtime, canonical_name
 from torchtitan_dmuon.runtime.site import sites_of
 
 logger = logging.getLogger("torchtitan_dmuon")
@@ -31,16 +31,16 @@ _ADAMW = ("lr", "betas", "eps", "weight_decay")
 class Muon(torch.optim.Optimizer):
     """Muon for a model's matrices, on their owners; AdamW for everything else.
 
-    The matrix route is `torch.optim.Muon`'s update, run once per matrix and step by its owner on the
-    reduced gradient. The AdamW route is `torch.optim.AdamW`: on the owner for a layer's small
-    tensors, on each shard for what `fully_shard` holds. Afterwards owners hand new weights on to the
-    other rows, parameter by parameter in the order of the forward pass (paper sections 3 and 4).
+    The matrix route is `torch.optim.Muon`'s update, run once per matrix and step by its owner on
+    the reduced gradient. The AdamW route is `torch.optim.AdamW`: on the owner for a layer's small
+    tensors, on each shard for what `fully_shard` holds. Afterwards owners hand new weights on to
+    the other rows, parameter by parameter in forward order (paper sections 3 and 4).
 
     `param_groups` are torch's: every trainable parameter is in exactly one, with `route`,
-    `param_names`, and the options of its route (`lr`, `weight_decay`, ...), so learning-rate schedulers
-    work as with any optimizer. State is per parameter: `momentum_buffer` where this rank owns the
-    matrix (`momentum_buffer.<i>` for matrices of a parameter with several owners), `step`, `exp_avg`
-    and `exp_avg_sq` on the AdamW route.
+    `param_names` and the options of its route (`lr`, `weight_decay`, ...), so learning-rate
+    schedulers work as with any optimizer. State is per parameter: `momentum_buffer` where this rank
+    owns the matrix (`momentum_buffer.<i>` for matrices of a parameter with several owners), `step`,
+    `exp_avg` and `exp_avg_sq` on the AdamW route.
 
     Gradients live at their owners after backward, not in `Parameter.grad`; clip with
     `torchtitan_dmuon.clip_grad_norm_`. `step` is collective: every rank calls it.
@@ -54,10 +54,10 @@ class Muon(torch.optim.Optimizer):
         publish: "async": new weights travel while the step and the next forward go on. "sync": the
             step waits for them. The bits are the same.
         nonfinite: What a step does if a gradient has an infinity or NaN on any rank: "skip" leaves
-            weights and state untouched on all ranks, warns with the parameters' names and reports it
-            in `last_step`; "error" raises FloatingPointError on all ranks.
-        param_groups: Overrides: dicts with `params` (parameters of the model) and any of the options
-            above, by the names of this signature. Other parameters get the defaults.
+            weights and state untouched on all ranks, warns with the parameters' names and reports
+            it in `last_step`; "error" raises FloatingPointError on all ranks.
+        param_groups: Overrides: dicts with `params` (parameters of the model) and any of the
+            options above, by the names of this signature. Other parameters get the defaults.
 
     Raises:
         ValueError: a value out of range, a parameter that is nobody's, twice or not the model's, no
@@ -137,22 +137,20 @@ class Muon(torch.optim.Optimizer):
         The group is split by route, since the routes have different options.
 
         Raises:
-            ValueError: an unknown option or a value out of range, a parameter that is not the model's
-                or is in a group already.
+            ValueError: an unknown option or a value out of range, a parameter that is not the
+                model's or is in a group already.
         """
         options = {k: v for k, v in param_group.items() if k not in ("params", "param_names")}
         unknown = options.keys() - self._defaults.keys()
         if unknown:
-            raise ValueError(
-                f"param_groups: unknown options {sorted(unknown)}; known: {', '.join(self._defaults)}"
-            )
+            known = ", ".join(self._defaults)
+            raise ValueError(f"param_groups: unknown options {sorted(unknown)}; known: {known}")
         merged = {**self._defaults, **options}
         params = list(param_group["params"])
         for parameter in params:
             if parameter not in self._names:
-                raise ValueError(
-                    f"param_groups: a parameter of shape {tuple(parameter.shape)} is not in the model"
-                )
+                shape = tuple(parameter.shape)
+                raise ValueError(f"param_groups: a parameter of shape {shape} is not in the model")
         matrix = {f.name: merged[f.name] for f in fields(MuonOptions)}
         MuonOptions(**matrix)
         adamw = {key: merged[f"adamw_{key}"] for key in _ADAMW}
@@ -353,8 +351,6 @@ class Muon(torch.optim.Optimizer):
 
 
 def _model_names(runtime: Runtime) -> list[str]:
-    from torchtitan_dmuon.runtime.runtime import canonical_name
-
     return [canonical_name(name) for name, _ in runtime.model.named_parameters()]
 
 

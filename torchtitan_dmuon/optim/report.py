@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ class RouteRow:
         route: "matrix" (Muon), "adamw" or "frozen".
         holder: Mesh ranks that own it ("0", "0,3"), or "sharded" or "local".
         matrices: Number of matrices in it.
-        lr: Effective base learning rates, those of its matrices after the adjustment to their shape.
+        lr: Effective learning rates; of matrices, after the adjustment to their shape.
     """
 
     name: str
@@ -129,4 +130,4 @@ class PhaseClock:
 
 
 def _pairs(marks: Sequence[tuple[str, Any]]) -> list[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return list(zip(marks, marks[1:], strict=False))
+    return list(itertools.pairwise(marks))

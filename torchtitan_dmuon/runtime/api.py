@@ -25,8 +25,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their global 2-norm is at most `max_norm`. Collective.
 
-    One norm over owned and sharded parameters, each counted once. It acts on reduced gradients, never
-    on the orthogonal update. If the norm is not finite nothing is scaled: the step decides.
+    One norm over owned and sharded parameters, each counted once. It acts on reduced gradients,
+    never on the orthogonal update. If the norm is not finite nothing is scaled: the step decides.
 
     Args:
         model: With owned parameters.
@@ -88,8 +88,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def skip_backward(model: nn.Module) -> None:
     """Take part, with zeros, in the backward of the last forward that this rank will not run.
 
-    For a rank that drops its loss (say, it is NaN) while the others run theirs. `step` and clipping do
-    it for the last micro-batch; call this when more forwards follow before them.
+    For a rank that drops its loss (say, it is NaN) while the others run theirs. `step` and clipping
+    do it for the last micro-batch; call this when more forwards follow before them.
     """
     runtime_of(model).drop_backward()
 
@@ -114,7 +114,7 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
     groups = list(dict.fromkeys(g for site in sites for g in site.groups))
     if not groups:
         raise ValueError(f"{type(module).__name__} has no owned parameters")
-    with torch.no_grad(), sites[0].runtime.gathered(groups, writeback=writeback):
+    with torch.no_grad(), runtime_of(module).gathered(groups, writeback=writeback):
         yield
 
 

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torchtitan_dmuon.runtime.group import Group
-
-if TYPE_CHECKING:
-    from torchtitan_dmuon.runtime.site import Site
+from torchtitan_dmuon.runtime.site import Site
 
 
 @dataclass(eq=False, slots=True)

@@ -123,10 +123,11 @@ def dedicate_params(
         predicate: (canonical name, parameter) -> whether it holds matrices. None: 2-D and 3-D
             weights inside the layers, never embeddings or the output head.
         replicate_mesh: 1-D mesh of the replicate axis, if `mesh` is the 1-D shard axis of HSDP.
-        hook_boundary_predicate: (canonical name, module) -> whether it is a layer: what is gathered
-            and reduced together. None: the items of the model's block list, see `find_layers`.
-        reshard_after_forward: Whether layers are freed after forward and gathered again for backward
-            (ZeRO-3), or kept until their backward is done (ZeRO-2).
+        hook_boundary_predicate: (canonical name, module) -> whether it is a layer: what is
+            gathered and reduced together. None: the items of the model's block list, see
+            `find_layers`.
+        reshard_after_forward: Whether layers are freed after forward and gathered again for
+            backward (ZeRO-3), or kept until their backward is done (ZeRO-2).
         param_dtype: What layers compute with, and what is gathered and published. None: as it is.
         reduce_dtype: What gradients are summed in. None: `param_dtype`.
         cast_forward_inputs: Whether floating inputs of layers are cast to `param_dtype`.
@@ -206,7 +207,9 @@ def runtime_of(model: nn.Module) -> Runtime:
         raise ValueError(
             f"{type(model).__name__} has no owned parameters: call dedicate_params first"
         )
-    return sites[0].runtime
+    runtime = sites[0].runtime
+    assert isinstance(runtime, Runtime)
+    return runtime
 
 
 def _check(
@@ -345,8 +348,8 @@ def _agree(
     for rank, value in enumerate(values):
         if value != values[0]:
             raise RuntimeError(
-                f"ranks disagree on owners and offsets: mesh rank 0 has digest {values[0]:015x}, rank "
-                f"{rank} has {value:015x}; do all ranks build the same model with the same arguments?"
+                f"ranks disagree on owners and offsets: mesh rank 0 has digest {values[0]:015x}, "
+                f"rank {rank} has {value:015x}; is it the same model with the same arguments?"
             )
 
 

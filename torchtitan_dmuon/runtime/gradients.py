@@ -84,15 +84,14 @@ def _local(
             # In line B every row holds the same shards; one counts.
             add(group.parameters[s.parameter].name, gradient, s.row >= 0 or group.row == 0)
     for name, parameter in others:
-        gradient = parameter.grad
-        assert gradient is not None
-        if isinstance(gradient, DTensor):
-            coordinate = gradient.device_mesh.get_coordinate() or ()
-            replicas = zip(coordinate, gradient.placements, strict=True)
+        sharded = parameter.grad
+        if isinstance(sharded, DTensor):
+            coordinate = sharded.device_mesh.get_coordinate() or ()
+            replicas = zip(coordinate, sharded.placements, strict=True)
             first = all(c == 0 for c, p in replicas if isinstance(p, Replicate))
-            add(name, gradient.to_local(), first)
-        else:
-            add(name, gradient, True)
+            add(name, sharded.to_local(), first)
+        elif sharded is not None:
+            add(name, sharded, True)
     if not norms:
         return 0.0, set()
     values = torch.stack(norms).tolist()

@@ -86,7 +86,7 @@ class Group(ABC):
             first reduction after `zero_grad`.
         present: Names of the parameters that had a gradient on this rank since `zero_grad`.
         uses: Modules that are running and need the parameters.
-        pieces: The segments of this column, in the portions in which they are updated and published.
+        pieces: The segments of this column, in the portions that are updated and published.
     """
 
     # Whether this rank's row keeps a copy to gather from, apart from masters.
@@ -175,8 +175,8 @@ class Group(ABC):
         probe = convert(torch.empty(0, dtype=self.precision.master, device=self.device))
         if probe.dtype != self.precision.master:
             raise TypeError(
-                f"{self.name}: owned parameters cannot be cast to {probe.dtype}; give param_dtype to "
-                f"dedicate_params, masters stay {self.precision.master}"
+                f"{self.name}: owned parameters cannot be cast to {probe.dtype}; give param_dtype "
+                f"to dedicate_params, masters stay {self.precision.master}"
             )
         if probe.device == self.device:
             return
@@ -263,6 +263,8 @@ class Group(ABC):
 
     def _wait_resident(self) -> None:
         """Order the caller after what still writes to a resident buffer."""
+        if self.resident:
+            self.wait_for_publish()
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -395,10 +397,6 @@ class OwnerGroup(Group):
         after = [*after, *self._publishing]
         self._publishing = []
         return self.communicator.gather(self.name, self.buffer, runs, after, first)
-
-    def _wait_resident(self) -> None:
-        if self.resident:
-            self.wait_for_publish()
 
     def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None:
         mine = [s for s in self.owned if s.parameter in trainable]

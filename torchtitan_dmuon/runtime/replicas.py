@@ -14,8 +14,8 @@ from torchtitan_dmuon.runtime.dedicate import runtime_of
 def check_replicas(model: nn.Module) -> None:
     """Compare what is held once per row, bit by bit, between rows. Collective.
 
-    Covers the leaders' copies of owned parameters and the replicas of sharded ones; sends one integer
-    per parameter. Waits for the publishes of the last step.
+    Covers the leaders' copies of owned parameters and the replicas of sharded ones; sends one
+    integer per parameter. Waits for the publishes of the last step.
 
     Raises:
         RuntimeError: rows differ; it names the parameters. Raised on the ranks of the columns that

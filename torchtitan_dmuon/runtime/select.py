@@ -194,9 +194,9 @@ class _Specs:
                 return spec.matrices(name, shape)
         if len(shape) not in (2, 3):
             raise ValueError(
-                f"{name} {shape}: chosen by predicate, but only 2-D weights and 3-D stacks are read "
-                "without a MatrixSpec; give matrix_specs={pattern: MatrixSpec(flatten=True)} for a "
-                "convolution"
+                f"{name} {shape}: chosen by predicate, but only 2-D weights and 3-D stacks are "
+                "read without a MatrixSpec; give matrix_specs={pattern: MatrixSpec(flatten=True)} "
+                "for a convolution"
             )
         return MatrixSpec().matrices(name, shape)
 

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn as nn
 
 from torchtitan_dmuon.runtime.group import Group, GroupState
 
-if TYPE_CHECKING:
-    from torchtitan_dmuon.runtime.runtime import Runtime
+
+class Hooks(Protocol):
+    """What happens around the calls of a site: the runtime."""
+
+    def enter(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+
+    def leave(self, site: Site, outputs: Any) -> Any: ...
+
+    def fail(self) -> None: ...
+
+    def owned_parameters(self) -> set[nn.Parameter]: ...
+
+    def move(self, group: Group, convert: Callable[[torch.Tensor], torch.Tensor]) -> None: ...
 
 
 class Site:
@@ -34,7 +45,7 @@ class Site:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.runtime: Runtime = cast("Runtime", None)
+        self.runtime: Hooks = cast("Hooks", None)
         self.group: Group | None = None
         self.groups: tuple[Group, ...] = ()
 
@@ -49,8 +60,8 @@ class Site:
         def check(*_: object) -> None:
             if self.group is not None and self.group.state is not GroupState.GATHERED:
                 raise RuntimeError(
-                    f"{self.name or 'the model'}: its owned parameters are not gathered; read or write "
-                    "a state_dict inside `with full_params(model):` (writeback=True to load)"
+                    f"{self.name or 'the model'}: its owned parameters are not gathered; read or "
+                    "write a state_dict inside `with full_params(model):` (writeback=True to load)"
                 )
 
         self.module.register_state_dict_pre_hook(check)
