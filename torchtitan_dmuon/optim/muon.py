@@ -96,6 +96,8 @@ class Muon(torch.optim.Optimizer):
             dedicate_params(model)
         self.model = model
         self.runtime: Runtime = runtime_of(model)
+        if self.runtime.device.type == "meta":
+            raise ValueError("Muon: the model is on the meta device; call to_empty(...) first")
         self.publish = publish
         self.nonfinite = nonfinite
         self.last_step = StepReport()
@@ -122,6 +124,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(self._all_groups(param_groups or ()), {})
         self._check_routes()
         self._make_state()
+        self._moves = self.runtime.moves
 
     # -- parameter groups ----------------------------------------------------------------------
 
@@ -174,6 +177,13 @@ class Muon(torch.optim.Optimizer):
     def _check_routes(self) -> None:
         if not any(group["route"] == "matrix" for group in self.param_groups):
             raise ValueError("Muon: no trainable parameter takes the matrix route; all are frozen")
+        for group in self.runtime.groups:
+            for entry in group.parameters:
+                if any(m._parameters[name] is not entry.parameter for m, name in entry.places):
+                    raise ValueError(
+                        f"{entry.name}: owned, but replaced since dedicate_params; give it to "
+                        "fully_shard(..., ignored_params=owned.parameters)"
+                    )
         if self.runtime.communicator is None:
             return
         for name, parameter in self.runtime.other_parameters():
@@ -225,6 +235,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._moves != self.runtime.moves:
+            raise RuntimeError("Muon: the model was moved to another device after Muon was made")
         clock = PhaseClock(self.runtime.device)
         gradients = agree_on_gradients(self.runtime)
         clock.mark("reduce")
@@ -233,11 +245,15 @@ class Muon(torch.optim.Optimizer):
             return loss
         self.runtime.free_all()
         count = 0
+        options = {p: g for g in self.param_groups for p in g["params"]}
         for group in self.runtime.order:
             for piece in group.pieces:
-                count += self._update_piece(group, piece, gradients, clock)
+                mine = piece[0] in group.masters
+                if mine:
+                    count += self._update_piece(group, piece, gradients, options, clock)
                 group.publish(piece)
-                clock.mark("publish")
+                if mine:
+                    clock.mark("publish")
         self._update_sharded()
         clock.mark("elementwise")
         if self.publish == "sync":
@@ -258,16 +274,20 @@ class Muon(torch.optim.Optimizer):
             logger.warning("step skipped, %s", text)
 
     def _update_piece(
-        self, group: Group, piece: Sequence[Segment], gradients: Gradients, clock: PhaseClock
+        self,
+        group: Group,
+        piece: Sequence[Segment],
+        gradients: Gradients,
+        options: dict[nn.Parameter, dict[str, Any]],
+        clock: PhaseClock,
     ) -> int:
         """Update the segments of a piece that this rank owns. Returns the matrices done."""
         count = 0
         small: dict[int, list[Segment]] = {}
-        options = {p: g for g in self.param_groups for p in g["params"]}
         for s in piece:
             entry = group.parameters[s.parameter]
             # Also those without a gradient anywhere: left alone, as torch leaves them alone.
-            if s not in group.masters or entry.name not in gradients.present:
+            if entry.name not in gradients.present:
                 continue
             chosen = options.get(entry.parameter)
             if chosen is None or s not in group.gradients:

@@ -79,6 +79,8 @@ class Runtime:
         self._watched: set[nn.Parameter] = set()
         # Copies that do not follow from their masters: new, moved or loaded weights.
         self._stale = True
+        # Counts moves to another device, which may replace parameter objects.
+        self.moves = 0
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -210,6 +212,8 @@ class Runtime:
             # The first call of this backward; what an aborted one left is void.
             self._runs.clear()
             self._task = task
+            for group in self.groups:
+                group.fired.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         run = self._runs.get(record)
         if run is None:
@@ -271,10 +275,11 @@ class Runtime:
             self._reductions.popleft()[0].wait()
 
     def free_all(self) -> None:
-        """Give up every gathered buffer: masters are about to change."""
+        """Give up every gathered buffer, and let no publish still read what is about to change."""
         for group in self.groups:
             if group.state is not GroupState.FREED:
                 group.free()
+            group.wait_for_publish()
 
     def publish_all(self) -> None:
         """Bring every copy to the value of its master."""
@@ -316,9 +321,11 @@ class Runtime:
     def move(self, group: Group, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module._apply` of a site's module."""
         group.move(convert)
-        self.device = group.device
-        self._watched.clear()
-        self._stale = True
+        if group.device != self.device:
+            self.device = group.device
+            self._watched.clear()
+            self._stale = True
+            self.moves += 1
 
     @contextmanager
     def gathered(self, groups: Sequence[Group], *, writeback: bool) -> Iterator[None]:
