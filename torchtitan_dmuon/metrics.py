@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
@@ -21,6 +21,15 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
+
+
+@runtime_checkable
+class ReportsSteps(Protocol):
+    """Optimizers that say what their steps did."""
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return curves for the steps since the last call. Collective."""
+        ...
 
 
 class ProgressMetrics(MetricsProcessor):
@@ -77,6 +86,8 @@ class ProgressMetrics(MetricsProcessor):
         metrics["loss_metrics/global_avg_loss"] = global_avg_loss
         metrics["loss_metrics/global_max_loss"] = global_max_loss
         metrics["grad_norm"] = grad_norm
+        if isinstance(self.optimizers, ReportsSteps):
+            metrics |= self.optimizers.step_metrics()
         extra = extra_metrics or {}
         self.logger.log({**metrics, **extra}, step)
         logger.info(self._line(step, global_avg_loss, grad_norm, metrics, extra))
@@ -119,6 +130,8 @@ class ProgressMetrics(MetricsProcessor):
         c = self.color
         # Rates that differ (one per parameter group) are all shown.
         rates = dict.fromkeys(f"{v:.3g}" for k, v in extra.items() if k.startswith("lr/"))
+        matrices = metrics.get("optimizer/matrices_per_step", 0)
+        skipped = metrics.get("optimizer/skipped_steps", 0)
         left = ""
         if self.total_steps is not None and self._step_seconds is not None:
             left = format_duration((self.total_steps - step) * self._step_seconds)
@@ -135,6 +148,8 @@ class ProgressMetrics(MetricsProcessor):
                 f"({metrics['memory/max_reserved(%)']:.1f}%)",
             ),
             (c.cyan, "mfu", f"{metrics['mfu(%)']:.1f}%" if "mfu(%)" in metrics else ""),
+            (c.blue, "matrices", f"{matrices:.0f}" if matrices else ""),
+            (c.red, "skipped", f"{skipped:.0f}" if skipped else ""),
             (c.yellow, "left", left),
         ]
         text = "  ".join(f"{color}{name}: {v}" for color, name, v in fields if v)

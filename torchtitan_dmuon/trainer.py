@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torchtitan import trainer as titan
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.metrics import ProgressMetrics
+from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.runtime.replicas import check_replicas
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -29,6 +33,24 @@ class Trainer(titan.Trainer):
         if isinstance(self.metrics_processor, ProgressMetrics):
             self.metrics_processor.total_steps = config.training.steps
         logger.info(self.describe())
+        if isinstance(self.optimizers, MuonContainer):
+            self._say_routes(self.optimizers)
+
+    def _say_routes(self, optimizers: MuonContainer) -> None:
+        """Log once where parameters go; the full list, one line each, is written to a file."""
+        path = Path(self.config.dump_folder, "routing.txt")
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n\n".join(map(str, optimizers.routes)) + "\n")
+        logger.info("routes (each parameter: %s)\n%s", path, optimizers.describe())
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """Take one step; compare the replicas after it if it is time to."""
+        super().train_step(data_iterator)
+        interval = getattr(self.config.parallelism, "replica_check_interval", 0)
+        if interval and self.step % interval == 0:
+            for model in self.model_parts:
+                check_replicas(model)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches; note when the data end, and that the step under way does not count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from datetime import timedelta
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -34,6 +35,7 @@ from torchtitan_dmuon.data import (
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.init import make_init_layout_independent
 from torchtitan_dmuon.models.registry import get_model_spec
+from torchtitan_dmuon.optim.container import MuonContainer
 from torchtitan_dmuon.parallelize import with_modes
 from torchtitan_dmuon.trainer import Trainer
 
@@ -48,8 +50,11 @@ def _attention(config: JobConfig, device: str) -> str:
 
 def _optimizer(config: JobConfig) -> OptimizersContainer.Config:
     o = config.optimizer
-    if o.name == "Muon":
-        return _torch_muon(o)
+    match o.name:
+        case "DMuon":
+            return _dmuon(o)
+        case "Muon":
+            return _torch_muon(o)
     everything_else = ParamGroupConfig(
         pattern=r".*",
         optimizer_name=o.name,
@@ -63,6 +68,12 @@ def _optimizer(config: JobConfig) -> OptimizersContainer.Config:
     return OptimizersContainer.Config(
         param_groups=[*o.param_groups, everything_else], implementation=o.implementation
     )
+
+
+def _dmuon(o: Optimizer) -> MuonContainer.Config:
+    shared = {f.name for f in dataclasses.fields(MuonContainer.Config)} - {"implementation"}
+    values = {f.name: getattr(o, f.name) for f in dataclasses.fields(o) if f.name in shared}
+    return MuonContainer.Config(**values)
 
 
 def _torch_muon(o: Optimizer) -> TorchMuonContainer.Config:
@@ -212,7 +223,10 @@ def build(job: Job, device: str) -> Trainer.Config:
     config = job.config
     register_datasets()
     backend = _attention(config, device)
-    spec = with_modes(get_model_spec(config.model.name, config.model.flavor, attn_backend=backend))
+    spec = with_modes(
+        get_model_spec(config.model.name, config.model.flavor, attn_backend=backend),
+        timeout=timedelta(seconds=config.comm.train_timeout_seconds),
+    )
     make_init_layout_independent(spec.model)
     vocab_size = spec.model.vocab_size
     try:

@@ -5,15 +5,17 @@ compared. DTensor does not give that: on CPU its random operations draw every sh
 global stream, so all shards of a parameter are equal, and elsewhere the result is tied to the
 device's generator and to DTensor's own bookkeeping of offsets.
 
-Here every rank draws the full parameter as a plain tensor and keeps its own shard. That needs the
-same seed on all ranks (torchtitan's ``set_determinism`` sees to it) and the same parameters in the
-same order. Pipeline stages have neither: torchtitan seeds them differently on purpose.
+Here every rank draws the full parameter as a plain tensor and keeps its own shard, or what it owns
+of it. That needs the same seed on all ranks (torchtitan's ``set_determinism`` sees to it) and the
+same parameters in the same order. Pipeline stages have neither: torchtitan seeds them differently
+on purpose.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -22,7 +24,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
-__all__ = ["LayoutIndependentInit", "make_init_layout_independent"]
+from torchtitan_dmuon.runtime.api import write_full
+from torchtitan_dmuon.runtime.dedicate import runtime_of
+
+__all__ = ["LayoutIndependentInit", "init_through_owners", "make_init_layout_independent"]
 
 
 def make_init_layout_independent(model_config: Module.Config) -> None:
@@ -40,6 +45,24 @@ def make_init_layout_independent(model_config: Module.Config) -> None:
         if config.param_init is not None:
             # A new dict: torchtitan shares one between configs, models even.
             config.param_init = {name: _wrap(init) for name, init in config.param_init.items()}
+
+
+def init_through_owners(model: nn.Module) -> None:
+    """Let the initialisation of a model hand owned parameters to their owners.
+
+    Call it before `dedicate_params`, which changes the dtype that parameters have: weights are
+    drawn in the one that they have now. The model's config stays as it is.
+    """
+    for module in model.modules():
+        inits = getattr(module, "_param_init", None)
+        if inits is not None:
+            own = dict(module.named_parameters(recurse=False))
+            module._param_init = {  # type: ignore[assignment]
+                name: _Owned(init, model, own[name].dtype)
+                if name in own and isinstance(init, LayoutIndependentInit)
+                else init
+                for name, init in inits.items()
+            }
 
 
 def _wrap(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +113,26 @@ class LayoutIndependentInit:
                     f"{tuple(shard.shape)} but the local tensor is {tuple(local.shape)}"
                 )
             local.copy_(shard)
+
+
+class _Owned:
+    """An initialiser that draws an owned parameter in full, and keeps what this rank owns of it."""
+
+    __slots__ = ("dtype", "init", "model")
+
+    def __init__(self, init: LayoutIndependentInit, model: nn.Module, dtype: torch.dtype) -> None:
+        self.init = init
+        self.model = model
+        self.dtype = dtype
+
+    def __call__(self, param: nn.Parameter) -> None:
+        if isinstance(param, DTensor) or param not in runtime_of(self.model).owned_parameters():
+            self.init(param)
+            return
+        with torch.no_grad():
+            full = torch.empty(param.shape, dtype=self.dtype, device=param.device)
+            self.init(full)
+            write_full(self.model, param, full)
 
 
 def _local_shard(

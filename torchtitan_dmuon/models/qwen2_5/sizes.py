@@ -58,13 +58,14 @@ QWEN2_5_SIZES: dict[str, Qwen2_5Size] = {
         tied=False,
         max_seq_len=32768,
     ),
-    # 10.9M parameters in few, wide layers: on a CPU, updating its matrices costs more than a pass.
+    # 1.5M parameters, for `dmuon bench` on CPUs: with a small batch, orthogonalizing its matrices
+    # in bfloat16 costs more than a forward and backward pass.
     "bench": Qwen2_5Size(
-        dim=512,
-        n_layers=3,
-        n_heads=8,
-        n_kv_heads=4,
-        hidden_dim=1408,
+        dim=192,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=512,
         vocab_size=2048,
         tied=False,
         max_seq_len=32768,

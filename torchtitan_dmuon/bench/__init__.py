@@ -1,0 +1,1 @@
+"""Benchmarks: trainers that take turns in one world, and what is measured on them."""

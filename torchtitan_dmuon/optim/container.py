@@ -1,0 +1,195 @@
+"""Muon on owned matrices as one of torchtitan's optimizer containers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.optimizer import OptimizersContainer
+
+from torchtitan_dmuon.optim.muon import Muon
+from torchtitan_dmuon.optim.report import PHASES, RoutingReport, StepReport
+from torchtitan_dmuon.ownership import summarize
+from torchtitan_dmuon.runtime.api import clip_grad_norm_
+from torchtitan_dmuon.runtime.runtime import canonical_name
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused-ignore]
+    """One `torchtitan_dmuon.Muon` for each model part, with the interface that trainers use.
+
+    Args:
+        config: Options, and overrides for the parameters whose canonical names match a pattern.
+        model_parts: Models that `dedicate_params` was called on.
+
+    Attributes:
+        routes: Where each parameter goes, part by part, with its base learning rates.
+
+    Raises:
+        ValueError: a pattern matches no trainable parameter, or what Muon raises.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """Options as in `torchtitan_dmuon.Muon`. `implementation` is not used."""
+
+        lr: float = 1e-3
+        weight_decay: float = 0.1
+        momentum: float = 0.95
+        nesterov: bool = True
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+        ns_steps: int = 5
+        ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+        adamw_lr: float = 3e-4
+        adamw_betas: tuple[float, float] = (0.9, 0.95)
+        adamw_eps: float = 1e-8
+        adamw_weight_decay: float = 0.0
+        publish: Literal["async", "sync"] = "async"
+        nonfinite: Literal["skip", "error"] = "skip"
+
+    optimizers: list[Muon]
+    routes: list[RoutingReport]
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self.model_parts = model_parts
+        shared = {f.name for f in fields(OptimizersContainer.Config)}
+        options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in shared}
+        self.optimizers = [
+            Muon(model, **_typed(options), param_groups=_overrides(config, model))
+            for model in model_parts
+        ]
+        self._reports: list[StepReport] = []
+        # Now: a scheduler replaces the rates by those of its first step.
+        self.routes = [optimizer.routing() for optimizer in self.optimizers]
+        parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        self._validate_params(parameters)
+        self._post_init(parameters)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parts. Collective."""
+        super().step(closure)
+        self._reports += [optimizer.last_step for optimizer in self.optimizers]
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        *,
+        foreach: bool | None = None,
+        pp_mesh: DeviceMesh | None = None,
+        ep_enabled: bool = False,
+    ) -> torch.Tensor:
+        """Clip by one norm over owned and sharded gradients. Collective.
+
+        Returns:
+            The norm before clipping, a float32 scalar equal on all ranks.
+        """
+        (model,) = self.model_parts  # several need pipeline parallelism, which modes refuse
+        return clip_grad_norm_(model, max_norm)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return what the steps since the last call did, over all ranks. Collective.
+
+        Matrices orthogonalized per step (summed over ranks: in mode owner the number of matrices),
+        steps skipped, and seconds per step by phase on the rank that took longest in it.
+        """
+        reports, self._reports = self._reports, []
+        steps = max(1, len(reports))
+        times = [report.seconds for report in reports]
+        done = sum(report.orthogonalized for report in reports)
+        device = self.optimizers[0].runtime.device
+        total = torch.tensor([float(done)], dtype=torch.float64, device=device)
+        slowest = torch.tensor(
+            [sum(t[phase] for t in times) / steps for phase in PHASES],
+            dtype=torch.float64,
+            device=device,
+        )
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        skipped = sum(report.skipped for report in reports)
+        counted = max(1, steps - skipped)
+        return {
+            "optimizer/matrices_per_step": float(total) / counted,
+            "optimizer/skipped_steps": float(skipped),
+            **{
+                f"optimizer/{phase}(s)": seconds
+                for phase, seconds in zip(PHASES, slowest.tolist(), strict=True)
+            },
+        }
+
+    def describe(self) -> str:
+        """Return for people: parameters by kind with their routes, and the balance of owners."""
+        parts = []
+        for optimizer, routes in zip(self.optimizers, self.routes, strict=True):
+            runtime = optimizer.runtime
+            parts.append(brief(routes))
+            if runtime.mode == "owner":
+                parts.append(summarize(runtime.assignment, runtime.layers).table())
+        return "\n\n".join(parts)
+
+    def state_dict(self) -> NoReturn:
+        """Raise NotImplementedError: saving the state of owners is not supported yet."""
+        raise NotImplementedError("MuonContainer.state_dict: saving owners is not supported yet")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Raise NotImplementedError: loading the state of owners is not supported yet."""
+        raise NotImplementedError(
+            "MuonContainer.load_state_dict: loading owners is not supported yet"
+        )
+
+
+def _typed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as Muon takes them: a dtype for its name, tuples for lists."""
+    result = dict(options)
+    for key, value in options.items():
+        if isinstance(value, list):
+            result[key] = tuple(value)
+        elif key == "ns_dtype":
+            result[key] = _DTYPES[value]
+    return result
+
+
+def _overrides(config: MuonContainer.Config, model: nn.Module) -> list[dict[str, Any]]:
+    """Return Muon's `param_groups` for the entries of a config; the first match wins."""
+    left = {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    groups = []
+    for entry in config.param_groups:
+        pattern = re.compile(entry.pattern)
+        names = [name for name in left if pattern.search(name)]
+        if not names:
+            raise ValueError(
+                f"optimizer.param_groups: pattern '{entry.pattern}' matches no trainable parameter "
+                "that an earlier entry has left"
+            )
+        params = [left.pop(name) for name in names]
+        groups.append({"params": params, **_typed(entry.optimizer_kwargs)})
+    return groups
+
+
+def brief(report: RoutingReport) -> str:
+    """Return a routing report as a table with one row for parameters that differ by number only."""
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for row in report.rows:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        rates = ", ".join(dict.fromkeys(f"{lr:.3g}" for lr in row.lr))
+        where = "owned" if row.holder[:1].isdigit() else row.holder
+        key = (re.sub(r"\b\d+\b", "*", row.name), shape, row.route, where, rates)
+        counts = kinds.setdefault(key, [0, 0])
+        counts[0] += 1
+        counts[1] += row.matrices
+    lines: list[Sequence[str]] = [
+        ("parameters", "number", "shape", "route", "held", "matrices", "learning rate")
+    ]
+    for (name, shape, route, where, rates), (number, matrices) in kinds.items():
+        lines.append((name, str(number), shape, route, where, str(matrices or ""), rates))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([*(line.rstrip() for line in text), report.totals()])
