@@ -61,6 +61,9 @@ class BackwardRun:
 
     def enter(self, stage: int) -> None:
         """Backward of a stage begins: finish those before it, have its groups gathered."""
+        if stage <= self._finished:
+            # A layer that hands its input through is told of by the layer before it, too late.
+            return
         self._finish_through(stage - 1)
         self._entered = max(self._entered, stage)
         self._gather_through(stage + self._depth)
