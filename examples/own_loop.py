@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/own_loop.py --replicate 2
 
-Runs on CPUs (gloo) and GPUs (NCCL), on any number of processes; one needs no torchrun. The lines marked 1, 2 and 3 are all that owned matrices need.
+Runs on CPUs (gloo) and GPUs (NCCL), on any number of processes; one needs no torchrun. The lines
+marked 1, 2 and 3 are all that owned matrices need.
 """
 
 import argparse

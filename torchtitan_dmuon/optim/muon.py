@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_dmuon.baselines.gather import gathered_update
 from torchtitan_dmuon.optim.adamw_rule import apply_adamw, new_state
 from torchtitan_dmuon.optim.muon_rule import AdjustLr, MuonOptions, apply_updates
+from torchtitan_dmuon.optim.newton_schulz import default_dtype
 from torchtitan_dmuon.optim.report import PhaseClock, RouteRow, RoutingReport, StepReport
 from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
 from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
@@ -49,7 +50,8 @@ class Muon(torch.optim.Optimizer):
         model: What `dedicate_params` was called on (called here if there is only one process).
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As in
             `torch.optim.Muon`.
-        ns_dtype: What Newton-Schulz computes in.
+        ns_dtype: What Newton-Schulz computes in. None: bfloat16 on GPUs, as in `torch.optim.Muon`;
+            float32 on CPUs, where it is faster.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: Of the AdamW route.
         publish: "async": new weights travel while the step and the next forward go on. "sync": the
             step waits for them. The bits are the same.
@@ -77,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr | None = None,
         *,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | None = None,
         adamw_lr: float = 3e-4,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -115,7 +117,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
+            "ns_dtype": ns_dtype or default_dtype(self.runtime.device),
             "adamw_lr": adamw_lr,
             "adamw_betas": tuple(adamw_betas),
             "adamw_eps": adamw_eps,

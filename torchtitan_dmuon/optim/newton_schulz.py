@@ -12,6 +12,15 @@ import torch
 DEFAULT_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
+def default_dtype(device: torch.device) -> torch.dtype:
+    """Return what Newton-Schulz computes in unless told: bfloat16 on GPUs, float32 on CPUs.
+
+    bfloat16 is Muon's choice, and enough. Most CPUs have no units for it: without AMX or AVX-512 its
+    products take many times as long as those of float32.
+    """
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def newton_schulz(
     matrix: torch.Tensor,
     *,
@@ -54,11 +63,12 @@ def measure_seconds(
     columns: int,
     *,
     device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     steps: int = 5,
     repeats: int = 3,
 ) -> float:
     """Return the median time of one Newton-Schulz of a shape on `device`, in seconds."""
+    dtype = dtype or default_dtype(device)
     generator = torch.Generator(device).manual_seed(0)
     matrix = torch.randn(rows, columns, device=device, generator=generator)
 

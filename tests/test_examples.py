@@ -1,0 +1,38 @@
+"""The examples run as their first lines say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _losses(output: str) -> list[float]:
+    return [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.mark.parametrize("ranks, rows", [(1, 1), (2, 1), (2, 2)], ids=["one", "fsdp", "ddp"])
+def test_own_loop_trains(ranks: int, rows: int) -> None:
+    """A loop of one's own trains on one process and on several, and says where matrices went."""
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*start, "examples/own_loop.py", "--steps", "20", "--layers", "2", "--batch", "16"]
+    done = subprocess.run(
+        [*command, "--replicate", str(rows)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "matrix: 8 parameters (12 matrices)" in done.stdout
+    losses = _losses(done.stdout)
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 0.2
