@@ -6,14 +6,15 @@ reduction, column publish, and one over all ranks for scalars. An axis of one ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm.communicator import Communicator, Run
-from torchtitan_dmuon.comm.streams import Event, Stream, open_stream
+from torchtitan_dmuon.comm.streams import CommunicationError, Event, Stream, open_stream
 from torchtitan_dmuon.ownership import OwnerMesh
 
 
@@ -189,17 +190,20 @@ class C10dCommunicator(Communicator):
 
     def exchange(self, values: torch.Tensor) -> None:
         self.traffic.add("exchange", "scalars", values.numel() * values.element_size())
-        dist.all_reduce(values, group=self._groups["exchange"])
+        with self._named("exchange", self._all_ranks):
+            dist.all_reduce(values, group=self._groups["exchange"])
 
     def collect(self, values: torch.Tensor) -> torch.Tensor:
         result = [torch.empty_like(values) for _ in self._all_ranks]
-        dist.all_gather(result, values, group=self._groups["exchange"])
+        with self._named("collect", self._all_ranks):
+            dist.all_gather(result, values, group=self._groups["exchange"])
         return torch.stack(result)
 
     def collect_column(self, values: torch.Tensor) -> torch.Tensor:
         result = [torch.empty_like(values) for _ in self._column_ranks]
         # The publish group, whose stream the caller has waited for.
-        dist.all_gather(result, values, group=self._groups["publish"])
+        with self._named("collect", self._column_ranks):
+            dist.all_gather(result, values, group=self._groups["publish"])
         return torch.stack(result)
 
     def close(self) -> None:
@@ -216,8 +220,19 @@ class C10dCommunicator(Communicator):
         work: Callable[[], None],
         after: Sequence[Event],
     ) -> Event:
-        where = f"dmuon {name} of {label} (rank {self._all_ranks[self.rank]} among {_brief(ranks)})"
-        return self._streams[name].submit(where, work, after)
+        return self._streams[name].submit(self._where(name, label, ranks), work, after)
+
+    def _where(self, name: str, label: str, ranks: Sequence[int]) -> str:
+        return f"dmuon {name} of {label} (rank {self._all_ranks[self.rank]} among {_brief(ranks)})"
+
+    @contextmanager
+    def _named(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Name the operation in its errors, as streams do: the caller waits for these."""
+        try:
+            yield
+        except RuntimeError as error:
+            where = self._where(name, "scalars", ranks)
+            raise CommunicationError(f"{where}: {error}") from error
 
 
 def _finish(works: Sequence[dist.Work | None]) -> None:

@@ -125,7 +125,6 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(self._all_groups(param_groups or ()), {})
         self._check_routes()
-        self._make_state()
         self._moves = self.runtime.moves
 
     # -- parameter groups ----------------------------------------------------------------------
@@ -167,6 +166,8 @@ class Muon(torch.optim.Optimizer):
                 super().add_param_group(
                     {"params": members, "route": route, **values, "param_names": names}
                 )
+                for parameter in members:
+                    self._make_state(parameter)
 
     def _is_matrix(self, parameter: nn.Parameter) -> bool:
         entry = self._entry(parameter)
@@ -197,17 +198,15 @@ class Muon(torch.optim.Optimizer):
 
     # -- state -------------------------------------------------------------------------------
 
-    def _make_state(self) -> None:
-        """Make all state now, so that every rank has it whatever gradients come."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                place = self._entries.get(parameter)
-                if place is None:
-                    self.state[parameter] = new_state(parameter.detach(), parameter.dtype)
-                    continue
-                for s in place[0].owned:
-                    if s.parameter == place[1]:
-                        self._make_owned_state(place[0], s, parameter)
+    def _make_state(self, parameter: nn.Parameter) -> None:
+        """Make all state at once, so that every rank has it whatever gradients come."""
+        place = self._entries.get(parameter)
+        if place is None:
+            self.state[parameter] = new_state(parameter.detach(), parameter.dtype)
+            return
+        for s in place[0].owned:
+            if s.parameter == place[1]:
+                self._make_owned_state(place[0], s, parameter)
 
     def _make_owned_state(self, group: Group, s: Segment, parameter: nn.Parameter) -> None:
         entry = group.parameters[s.parameter]

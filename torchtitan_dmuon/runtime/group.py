@@ -167,7 +167,18 @@ class Group(ABC):
             module._parameters[attribute] = entry.parameter
 
     def move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow `Module._apply(convert)`: to another device, with or without the content.
+        """Follow `Module._apply(convert)`: to another device, with or without the content."""
+        device = self.check_move(convert)
+        if device == self.device:
+            return
+        old, self.device = self.masters, device
+        self.allocate()
+        with torch.no_grad():
+            for s, master in old.items():
+                self.masters[s].copy_(convert(master))
+
+    def check_move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
+        """Return the device that `convert` moves to.
 
         Raises:
             TypeError: `convert` changes the dtype.
@@ -178,13 +189,7 @@ class Group(ABC):
                 f"{self.name}: owned parameters cannot be cast to {probe.dtype}; give param_dtype "
                 f"to dedicate_params, masters stay {self.precision.master}"
             )
-        if probe.device == self.device:
-            return
-        old, self.device = self.masters, probe.device
-        self.allocate()
-        with torch.no_grad():
-            for s, master in old.items():
-                self.masters[s].copy_(convert(master))
+        return probe.device
 
     def _flat(self, segments: Sequence[Segment], dtype: torch.dtype) -> dict[Segment, torch.Tensor]:
         """Return a view for each segment of one new tensor, in buffer order, aligned."""

@@ -30,6 +30,8 @@ class Hooks(Protocol):
 
     def move(self, group: Group, convert: Callable[[torch.Tensor], torch.Tensor]) -> None: ...
 
+    def zero_grad(self) -> None: ...
+
 
 class Site:
     """A module with owned parameters, or the model itself.
@@ -99,11 +101,20 @@ class DedicatedModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`to`, `to_empty`, `cuda`, ...: owned parameters follow by their masters alone."""
         site = self._dmuon_site
+        # Before anything is converted: a refusal must leave the model as it was.
+        for inner in sites_of(cast(nn.Module, self)):
+            if inner.group is not None:
+                inner.group.check_move(fn)
         with _hidden(cast(nn.Module, self), site.runtime.owned_parameters()):
             result = super()._apply(fn, recurse)  # type: ignore[misc]
         if site.group is not None:
             site.runtime.move(site.group, fn)
         return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients of the module, also those that owners hold."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._dmuon_site.runtime.zero_grad()
 
     def __deepcopy__(self, memo: object) -> Any:
         raise NotImplementedError(
