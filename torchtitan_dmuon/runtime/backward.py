@@ -26,10 +26,12 @@ class Pass:
     Attributes:
         calls: The sites that ran with gradients enabled, in order of completion.
         sync: Whether gradients are to be reduced after its backward.
+        number: Forward passes of the model before it.
     """
 
     calls: list[Site] = field(default_factory=list)
     sync: bool = True
+    number: int = 0
 
     def groups(self) -> set[Group]:
         return {g for site in self.calls for g in site.groups}

@@ -71,6 +71,7 @@ class Runtime:
         self._nesting = 0
         self._trace: list[Group] = []
         self._position: dict[Group, int] = {}
+        self._passes = 0
         self._current = Pass()
         self._pending: list[Pass] = []
         self._runs: dict[Pass, BackwardRun] = {}
@@ -110,9 +111,9 @@ class Runtime:
         if torch.is_grad_enabled() and site.groups:
             self._current.calls.append(site)
             index = len(self._current.calls) - 1
-            hooked = self._on_backward(self._current, index, outputs)
+            visible = self._on_backward(self._current, index, outputs)
             # Backward may come along a path that the outputs do not show: never free under it.
-            keep = not self._reshard or not hooked
+            keep = not self._reshard or not visible
         for group in site.groups:
             group.uses -= 1
             if not group.uses and not keep:
@@ -134,7 +135,8 @@ class Runtime:
             group.free()
 
     def _begin_pass(self) -> None:
-        self._current = Pass(sync=self.sync)
+        self._passes += 1
+        self._current = Pass(sync=self.sync, number=self._passes)
         self._trace = []
         if self._stale:
             self.publish_all()
@@ -178,18 +180,30 @@ class Runtime:
     # -- backward ----------------------------------------------------------------------------
 
     def _on_backward(self, record: Pass, index: int, outputs: Any) -> bool:
-        """Be told when backward reaches a call's outputs. Returns whether it can."""
-        hooked = False
+        """Be told when backward reaches a call's outputs.
+
+        Returns whether they show tensors; not whether those need gradients, which may differ
+        between ranks.
+        """
+        visible = False
 
         def reached(gradient: torch.Tensor) -> None:
             run = self._run(record)
+            self._finish_newer(record)
             run.enter(len(run.stages) - 1 - index)
 
         for value in tree_flatten(outputs)[0]:
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                value.register_hook(reached)
-                hooked = True
-        return hooked
+            if isinstance(value, torch.Tensor):
+                visible = True
+                if value.requires_grad:
+                    value.register_hook(reached)
+        return visible
+
+    def _finish_newer(self, record: Pass) -> None:
+        """One backward of several passes takes them one by one, the newest first, on every rank."""
+        for newer in sorted(self._runs, key=lambda p: -p.number):
+            if newer.number > record.number:
+                self._runs[newer].finish()
 
     def _watch(self, group: Group) -> None:
         """Be told when a parameter's gradient is complete."""
@@ -245,7 +259,7 @@ class Runtime:
             )
 
     def _end_backward(self) -> None:
-        for record, run in self._runs.items():
+        for record, run in sorted(self._runs.items(), key=lambda item: -item[0].number):
             run.finish()
             if record in self._pending:
                 self._pending.remove(record)
