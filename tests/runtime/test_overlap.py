@@ -1,0 +1,118 @@
+"""Communication on CPUs really runs beside compute, forward, backward and across the step.
+
+Operations take a fixed time here, by a sleep in the communication thread, and so do layers. The
+serial run waits for each operation where it is started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import torchtitan_dmuon as dmuon
+from tests.runtime.plain import Block, Run, dedicate, open_world
+from tests.worlds import run_world
+from torchtitan_dmuon.comm.c10d import C10dCommunicator
+
+LAYERS, SECONDS = 6, 0.06
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
+        return gradient
+
+
+class Slow(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Pause.apply(super().forward(x))
+
+
+class SlowStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Slow() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def slow_down(name: str, serial: bool) -> None:
+    """Make operations of one kind take `SECONDS` longer; wait for all of them if `serial`."""
+    submit = C10dCommunicator._submit
+
+    def slowly(
+        self: Any, kind: str, label: str, ranks: Any, work: Callable[[], None], after: Any
+    ) -> Any:
+        def slow() -> None:
+            if kind == name:
+                time.sleep(SECONDS)
+            work()
+
+        event = submit(self, kind, label, ranks, slow, after)
+        if serial:
+            event.wait()
+        return event
+
+    C10dCommunicator._submit = slowly  # type: ignore[method-assign]
+
+
+def measure(shape: tuple[int, int], kind: str, serial: bool) -> tuple[float, float, float]:
+    """Return the shortest of two forwards, backwards, and steps with the next forward."""
+    mesh = open_world(shape)
+    torch.manual_seed(0)
+    model = SlowStack()
+    dedicate(model, mesh, reshard_after_forward=True)
+    optimizer = dmuon.Muon(model)
+    x = Run(model, 0, True).x()
+    model(x).sum().backward()  # records the order of the layers
+    slow_down(kind, serial)
+    times = []
+    for _ in range(2):
+        marks = [time.monotonic()]
+        loss = model(x).sum()
+        marks.append(time.monotonic())
+        loss.backward()
+        marks.append(time.monotonic())
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+        dmuon.wait_for_publish(model)
+        marks.append(time.monotonic())
+        times.append([b - a for a, b in pairwise(marks)])
+    forward, backward, step = map(min, zip(*times, strict=True))
+    return forward, backward, step
+
+
+def both(shape: tuple[int, int], kind: str, phase: int) -> tuple[float, float]:
+    overlapped = run_world(2, measure, shape, kind, False, timeout_seconds=30)
+    serial = run_world(2, measure, shape, kind, True, timeout_seconds=30)
+    return max(r[phase] for r in overlapped), max(r[phase] for r in serial)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("kind", "phase"), [("gather", 0), ("gather", 1), ("reduce", 1)], ids=str)
+def test_gathers_and_reductions_run_beside_layers(kind: str, phase: int) -> None:
+    overlapped, serial = both((1, 2), kind, phase)
+    # Of LAYERS operations all but the first or last can hide; half of that must.
+    assert overlapped < serial - SECONDS * LAYERS / 2, (overlapped, serial)
+
+
+@pytest.mark.timeout(60)
+def test_publishes_run_beside_the_next_forward() -> None:
+    overlapped, serial = both((2, 1), "publish", 2)
+    assert overlapped < serial - SECONDS * LAYERS / 2, (overlapped, serial)
