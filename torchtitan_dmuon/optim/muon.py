@@ -27,6 +27,7 @@ from torchtitan_dmuon.runtime.site import sites_of
 logger = logging.getLogger("torchtitan_dmuon")
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
+_NO_MATRIX = "Muon: no trainable parameter takes the matrix route; all are frozen"
 
 
 class Muon(torch.optim.Optimizer):
@@ -133,6 +134,9 @@ class Muon(torch.optim.Optimizer):
         groups = [{**group, "params": list(group["params"])} for group in overrides]
         claimed = {p for group in groups for p in group["params"]}
         rest = [p for p in self._names if p.requires_grad and p not in claimed]
+        if not rest and not groups:
+            # Before torch says that its list is empty.
+            raise ValueError(_NO_MATRIX)
         return [*groups, {"params": rest}] if rest else groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -179,7 +183,7 @@ class Muon(torch.optim.Optimizer):
 
     def _check_routes(self) -> None:
         if not any(group["route"] == "matrix" for group in self.param_groups):
-            raise ValueError("Muon: no trainable parameter takes the matrix route; all are frozen")
+            raise ValueError(_NO_MATRIX)
         for group in self.runtime.groups:
             for entry in group.parameters:
                 if any(m._parameters[name] is not entry.parameter for m, name in entry.places):
