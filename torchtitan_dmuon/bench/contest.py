@@ -26,6 +26,8 @@ from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import TrainData
 from torchtitan_dmuon.data import RANDOM_TOKENS
+from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.runtime.api import wait_for_publish
 from torchtitan_dmuon.trainer import Trainer
 
 SPMD_BACKEND: Final = "partial_dtensor"
@@ -70,6 +72,7 @@ class Contender:
         round_seconds: For each timed round, the seconds of the slowest rank.
         round_bytes: For each timed round, what all ranks sent; None where that is not known.
         peak_bytes, first_loss: What `settle` found.
+        final_loss: Loss over all ranks of the last step that was asked to tell it.
     """
 
     def __init__(self, name: str, layout: Layout, trainer: Trainer) -> None:
@@ -80,12 +83,12 @@ class Contender:
         self.round_bytes: list[int | None] = []
         self.peak_bytes = 0
         self.first_loss = float("nan")
-        self._losses: list[float] = []
+        self.final_loss = float("nan")
         self._data = trainer.batch_generator(trainer.dataloader)
         trainer.metrics_processor.log = self._record
 
     def _record(self, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
-        self._losses.append(global_avg_loss)
+        self.final_loss = global_avg_loss
 
     @property
     def tokens_per_step(self) -> int:
@@ -102,22 +105,29 @@ class Contender:
             memory: Opened before the trainer was built.
             steps: Number of steps.
         """
-        self.first_loss = self._logged_step()
+        self._step(tell_loss=True)
+        self.first_loss = self.final_loss
         for _ in range(steps - 1):
             self._step()
         self._wait()
         self.peak_bytes = int(self._over_ranks(memory.grown_bytes(), dist.ReduceOp.MAX))
 
-    def timed(self, steps: int, *, record: bool = True) -> None:
-        """Take consecutive steps, from a barrier to the end of all work on the slowest rank."""
+    def timed(self, steps: int, *, record: bool = True, tell_loss: bool = False) -> None:
+        """Take consecutive steps, from a barrier to the end of all work on the slowest rank.
+
+        Args:
+            steps: Number of steps.
+            record: Whether the round counts.
+            tell_loss: Whether the last step's loss becomes `final_loss`: three scalars more to sum.
+        """
         # What earlier steps left behind is collected outside the timed part.
         gc.collect(1)
         self._wait()
         dist.barrier()
         before = sent_bytes()
         start = time.perf_counter()
-        for _ in range(steps):
-            self._step()
+        for number in range(steps):
+            self._step(tell_loss=tell_loss and number == steps - 1)
         self._wait()
         seconds = time.perf_counter() - start
         after = sent_bytes()
@@ -128,23 +138,17 @@ class Contender:
             self.round_seconds.append(seconds)
             self.round_bytes.append(int(sent) if known else None)
 
-    def final_loss(self) -> float:
-        """Take one more step, and return its loss over all ranks."""
-        return self._logged_step()
-
-    def _logged_step(self) -> float:
+    def _step(self, *, tell_loss: bool = False) -> None:
         # Not through log_freq: the config may be shared with other trainers.
-        metrics = self.trainer.metrics_processor
-        should_log, metrics.should_log = metrics.should_log, lambda step: True
-        self._step()
-        metrics.should_log = should_log
-        return self._losses[-1]
-
-    def _step(self) -> None:
+        self.trainer.metrics_processor.should_log = lambda step: tell_loss
         self.trainer.step += 1
         self.trainer.train_step(self._data)
 
     def _wait(self) -> None:
+        """Wait for all work of this trainer, a publish under way included."""
+        if isinstance(self.trainer.optimizers, MuonContainer):
+            for model in self.trainer.model_parts:
+                wait_for_publish(model)
         device_module.synchronize()
 
     def _over_ranks(self, value: float, op: Any) -> float:
@@ -169,7 +173,7 @@ def compete(
         first = number % len(contenders)
         say(f"round {number + 1} of {rounds}" if number >= 0 else "warming up")
         for contender in [*contenders[first:], *contenders[:first]]:
-            contender.timed(steps_per_round, record=number >= 0)
+            contender.timed(steps_per_round, record=number >= 0, tell_loss=number == rounds - 1)
 
 
 @contextlib.contextmanager
@@ -187,6 +191,8 @@ def quiet_rank() -> tuple[int, int, int]:
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s: %(message)s")
     # Our initialisation does not use DTensor's random operations.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
+    # What torch deprecates is for those who change this project, not for who compares.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     world_size = int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return int(os.environ["RANK"]), world_size, nodes
@@ -198,5 +204,7 @@ def become_torchrun(ranks: int, device: str, program: Sequence[str]) -> NoReturn
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threads = 1 if device == "cuda" else max(1, (os.cpu_count() or 1) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # gloo warns in each process that it does an all-to-all as a gather; bytes_sent shows it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     os.execv(sys.executable, [sys.executable, *launcher, *program])

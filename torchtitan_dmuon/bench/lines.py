@@ -45,8 +45,8 @@ class Options:
     1: slower than A). tokens_per_s: of all ranks together. peak_memory_mb: what the job adds to a
     process, state and buffers included, on the heaviest rank, in MiB; on a CPU from the resident
     set. bytes_sent: what all ranks together send in one step, counted by the kernel on their
-    connections (unknown with NCCL). final_loss: of one more step at the end; lines that do the
-    same arithmetic agree on it.
+    connections (unknown with NCCL). final_loss: of the last step; lines that do the same arithmetic
+    agree on it.
 
     Further options are those of run_train.sh: --section.key value changes the job of all lines,
     e.g. --model.flavor debug --optimizer.ns_steps 3.
@@ -161,7 +161,7 @@ def _key(name: str) -> str:
 
 
 def rows_of(contenders: Sequence[Contender], entries: Sequence[Entry], steps: int) -> list[Any]:
-    """Return what --json writes. Collective, because it takes the step whose loss is shown."""
+    """Return what --json writes."""
     seconds = {
         (e.line, e.layout): np.array(c.round_seconds) / steps
         for c, e in zip(contenders, entries, strict=True)
@@ -183,7 +183,7 @@ def rows_of(contenders: Sequence[Contender], entries: Sequence[Entry], steps: in
                 "tokens_per_s": contender.tokens_per_step / float(middle),
                 "peak_memory_mb": contender.peak_bytes / 2**20,
                 "bytes_sent": round(float(np.median(sent)) / steps) if sent else None,
-                "final_loss": contender.final_loss(),
+                "final_loss": contender.final_loss,
             }
         )
     return rows
