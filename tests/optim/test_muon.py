@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -181,6 +182,24 @@ def test_the_counter_counts_matrices_that_changed() -> None:
     sum(out.sum() for out in model(inputs)).backward()
     optimizer.step()
     assert optimizer.last_step.orthogonalized == 3
+
+
+def test_the_report_of_a_step_says_where_its_time_went() -> None:
+    """UC-10: four parts without gaps. Of ten steps the least disturbed one counts."""
+    model = FIXTURES["decoder"].build()
+    optimizer = dmuon.Muon(model)
+    shares = []
+    for step in range(10):
+        FIXTURES["decoder"].loss(model, step, 0, 12, 1).backward()
+        start = time.perf_counter()
+        optimizer.step()
+        elapsed = time.perf_counter() - start
+        seconds = optimizer.last_step.seconds
+        assert set(seconds) == {"reduce", "orthogonalize", "elementwise", "publish"}
+        assert seconds["orthogonalize"] > 0 and seconds["elementwise"] > 0
+        shares.append(sum(seconds.values()) / elapsed)
+        optimizer.zero_grad()
+    assert max(shares) >= 0.9 and max(shares) <= 1
 
 
 # -- UC-03 and UC-04 -------------------------------------------------------------------------------
