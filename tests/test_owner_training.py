@@ -14,6 +14,8 @@ import torch
 from tests.worlds import RankFailed, run_world
 from torchtitan_dmuon.runtime.runtime import canonical_name
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = ["ddp", "fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
 SMALL = ["--training.seq_len", "32", "--training.local_batch_size", "2", "--metrics.log_freq", "1"]
 SMALL += ["--optimizer.ns_dtype", "float32", "--parallelism.owner_cost", "model"]
