@@ -799,10 +799,4 @@ _placed(
     hook_boundary_predicate=lambda n, m: n.endswith((".up", ".down")),
     predicate=lambda n, p: p.ndim == 2,
 )
-_placed(
-    "layers_inside_layers",
-    Stack,
-    6,
-    hook_boundary_predicate=lambda n, m: isinstance(m, Block) or n.endswith(".down"),
-)
 _placed("model_is_the_layer", Stack, 1, hook_boundary_predicate=lambda n, m: n == "")

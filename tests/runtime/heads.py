@@ -7,12 +7,14 @@ over a power of two as well. A textbook Muon for single matrices stands beside i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import torchtitan_dmuon as dmuon
+from torchtitan_dmuon.runtime.runtime import canonical_name
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -86,14 +88,21 @@ class Textbook:
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all weights by canonical name. Collective."""
-    from torchtitan_dmuon.runtime.runtime import canonical_name
-
     result = {}
     with dmuon.full_params(model), torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             result[canonical_name(name)] = whole.detach().clone()
     return result
+
+
+def as_lists(weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Return weights as nested lists: tensors do not outlive the rank that sends them."""
+    return {name: weight.tolist() for name, weight in weights.items()}
+
+
+def as_tensors(lists: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(values) for name, values in lists.items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

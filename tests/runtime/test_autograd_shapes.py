@@ -6,20 +6,28 @@ ZeRO-2 and ZeRO-3, twice in a row, and compared with the same script on one plai
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import torchtitan_dmuon as dmuon
-from tests.runtime.autograd_cases import CASES
+from tests.runtime.autograd_cases import CASES, Asides
+from tests.runtime.heads import as_lists, as_tensors, full_weights
 from tests.runtime.plain import (
+    WIDTH,
+    Block,
     Run,
+    Stack,
     check_at_rest,
     compare_gradients,
     dedicate,
     open_world,
     plain_gradients,
 )
-from tests.worlds import run_world
+from tests.worlds import RankFailed, run_world
 
 
 def check_case(name: str, shape: tuple[int, int]) -> None:
@@ -40,7 +48,109 @@ def check_case(name: str, shape: tuple[int, int]) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.timeout(60)
+def hidden_path(reshard: bool) -> str:
+    """A loss that reaches a layer's weights after its output and beside it."""
+    mesh = open_world((1, 2), 8)
+
+    def script(run: Run) -> None:
+        y = run.model(run.x())
+        (y.sum() + sum(layer.aside for layer in run.model.layers)).backward()
+
+    def build() -> nn.Module:
+        return Asides(True)
+
+    torch.manual_seed(0)
+    model = build()
+    dedicate(model, mesh, reshard_after_forward=reshard)
+    rank = torch.distributed.get_rank()
+    try:
+        script(Run(model, rank, True))
+        compare_gradients(model, plain_gradients(build, script, 2, 0), "hidden path")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(60, func_only=True)
+@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+def test_a_loss_beside_the_output_is_right_or_an_error(reshard: bool) -> None:
+    answers = run_world(2, hidden_path, reshard, timeout_seconds=20)
+    assert len({bool(answer) for answer in answers}) == 1, answers
+    assert reshard or answers == ["", ""], "kept layers need no gather"
+
+
+def reentrant() -> str:
+    mesh = open_world((1, 2), 8)
+    model = Stack()
+    dedicate(model, mesh)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=True)
+    try:
+        x.sum().backward()
+    except NotImplementedError as error:
+        message = str(error)
+    # The next step works.
+    model(torch.randn(4, WIDTH)).sum().backward()
+    dmuon.clip_grad_norm_(model, 1.0)
+    return message
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_reentrant_checkpoints_are_refused_with_what_to_use() -> None:
+    for message in run_world(2, reentrant, timeout_seconds=20):
+        assert "use_reentrant=False" in message and "layers.2" in message
+
+
+def nested_boundaries() -> None:
+    dmuon.dedicate_params(
+        Stack(),
+        open_world((1, 2)),
+        hook_boundary_predicate=lambda n, m: isinstance(m, Block) or n.endswith(".down"),
+    )
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_layers_inside_layers_are_refused_by_name() -> None:
+    with pytest.raises(RankFailed, match=r"ValueError: .*layers\.0\.down inside layers\.0"):
+        run_world(2, nested_boundaries, timeout_seconds=20)
+
+
+def unfreeze(shape: tuple[int, int]) -> dict[str, list[Any]]:
+    mesh = open_world(shape) if shape != (1, 1) else None
+    torch.manual_seed(0)
+    model = Stack()
+    late = [p for n, p in model.named_parameters() if n.startswith("layers.1.")]
+    for parameter in late:
+        parameter.requires_grad_(False)
+    dedicate(model, mesh)
+    optimizer = dmuon.Muon(model, lr=0.02, ns_dtype=torch.float32)
+    start = full_weights(model)
+    for step in range(4):
+        if step == 2:
+            same = full_weights(model)
+            frozen = [n for n in start if torch.equal(start[n], same[n])]
+            assert all(n.startswith("layers.1.") for n in frozen) and len(frozen) == len(late)
+            for parameter in late:
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": late, "lr": 0.01, "adamw_lr": 0.001})
+        optimizer.zero_grad()
+        model(Run(model, 0, True, step).x()).pow(2).mean().backward()
+        optimizer.step()
+    now = full_weights(model)
+    assert not any(torch.equal(start[n], now[n]) for n in now)
+    return as_lists(now)
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_unfrozen_parameters_train_once_they_are_added_to_the_optimizer() -> None:
+    alone = as_tensors(run_world(1, unfreeze, (1, 1))[0])
+    for lists in run_world(2, unfreeze, (1, 2), timeout_seconds=30):
+        for name, weight in as_tensors(lists).items():
+            torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("name", CASES.keys())
 def test_gradients_are_those_of_plain_autograd(name: str, shape: tuple[int, int]) -> None:

@@ -91,7 +91,7 @@ def survivors(phase: str, how: str) -> dict[int, tuple[str, str, float]]:
     return found
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_others_end_in_time_and_say_what_they_waited_for(phase: str, how: str) -> None:
@@ -127,7 +127,7 @@ except Exception as error:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_the_interpreter_ends_promptly_after_a_lost_rank() -> None:
     store = TCPStore("localhost", 0, is_master=True)
     environment = {

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import torchtitan_dmuon as dmuon
-from tests.runtime.heads import full_weights
+from tests.runtime.heads import as_lists, full_weights
 from tests.runtime.plain import Decoder, Run, Stack, dedicate, open_world
 from tests.worlds import run_world
 
@@ -54,7 +54,7 @@ def _digest(weight: torch.Tensor) -> str:
     return hashlib.sha256(weight.numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_initial_weights_depend_neither_on_world_nor_mode() -> None:
     alone = run_world(1, from_meta, (1, 1), "owner", True)[0]
     for shape, mode, reshard in (
@@ -88,16 +88,14 @@ def different_seeds(shape: tuple[int, int]) -> list[Any]:
             part = slice(s.start, s.start + s.numel)
             expected = mine[name].view(-1)[part].bfloat16()
             assert torch.equal(weights[name].view(-1)[part].bfloat16(), expected), name
-    return [out.float(), weights]
+    return [out.float().tolist(), as_lists(weights)]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
 def test_all_ranks_start_from_the_owners_values(shape: tuple[int, int]) -> None:
     first, *others = run_world(shape[0] * shape[1], different_seeds, shape, timeout_seconds=50)
-    for out, weights in others:
-        assert torch.equal(out, first[0])
-        assert all(torch.equal(w, first[1][n]) for n, w in weights.items())
+    assert all(other == first for other in others)
 
 
 def refusals() -> dict[str, str]:
@@ -120,8 +118,9 @@ def refusals() -> dict[str, str]:
     before = full_weights(model)
     refuse("cast", lambda: model.to(torch.bfloat16), TypeError)
     refuse("half", model.half, TypeError)
-    refuse("deepcopy", lambda: copy.deepcopy(model), NotImplementedError)
-    refuse("deepcopy layer", lambda: copy.deepcopy(model.layers), NotImplementedError)
+    # Of the whole model fully_shard says so itself.
+    refuse("deepcopy layer", lambda: copy.deepcopy(model.layers[0]), NotImplementedError)
+    refuse("deepcopy layers", lambda: copy.deepcopy(model.layers), NotImplementedError)
     refuse("state_dict", model.state_dict, RuntimeError)
     refuse("load", lambda: model.load_state_dict(before), RuntimeError)
     refuse("twice", lambda: dmuon.dedicate_params(model, mesh), ValueError)
@@ -145,7 +144,8 @@ def refusals() -> dict[str, str]:
         fully_shard(unaware, mesh=mesh)
         dmuon.Muon(unaware)
 
-    refuse("unaware", use, ValueError, RuntimeError)
+    # Placeholders are not contiguous: fully_shard refuses them itself.
+    refuse("unaware", use, NotImplementedError)
     refuse("no mesh", lambda: dmuon.dedicate_params(Stack()), ValueError)
     refuse("not dedicated", lambda: dmuon.Muon(Stack()), ValueError)
     with torch.device("meta"):
@@ -159,24 +159,43 @@ def dedicate_only(model: nn.Module, mesh: Any) -> None:
     dmuon.dedicate_params(model, mesh, cost="model")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_misuse_is_refused_with_what_to_do() -> None:
     for messages in run_world(2, refusals, timeout_seconds=50):
         for name, part in {
             "cast": "param_dtype",
             "half": "param_dtype",
-            "deepcopy": "before dedicate_params",
             "deepcopy layer": "before dedicate_params",
+            "deepcopy layers": "before dedicate_params",
             "state_dict": "full_params",
             "load": "writeback=True",
             "twice": "already",
             "forgotten": "fully_shard(model, mesh=mesh, ignored_params=owned.parameters)",
-            "unaware": "ignored_params",
+            "unaware": "FSDP does not support",
             "no mesh": "mesh",
             "not dedicated": "dedicate_params",
             "optimizer on meta": "to_empty",
         }.items():
             assert part in messages[name], f"{name}: {messages[name]!r}"
+
+
+def unaware_on_replicas() -> str:
+    """Where nothing is sharded, owned parameters are real tensors, and fully_shard takes them."""
+    mesh = open_world((2, 1))
+    model = Decoder()
+    dedicate_only(model, mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        dmuon.Muon(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_owned_parameters_taken_by_fully_shard_are_refused_by_name() -> None:
+    for message in run_world(2, unaware_on_replicas, timeout_seconds=50):
+        assert "ignored_params=owned.parameters" in message and "layers.0" in message
 
 
 def load_and_zero(shape: tuple[int, int]) -> None:
@@ -199,6 +218,6 @@ def load_and_zero(shape: tuple[int, int]) -> None:
     assert all(torch.equal(weights[n], state[n]) for n in state)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_loading_a_state_dict_and_clearing_gradients_by_the_model() -> None:
     run_world(4, load_and_zero, (2, 2), timeout_seconds=50)

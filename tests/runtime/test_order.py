@@ -106,7 +106,7 @@ def train(disturbed: bool, reshard: bool) -> tuple[Log, str]:
     return log, digest
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(120, func_only=True)
 @pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 def test_order_and_bits_do_not_depend_on_timing(reshard: bool) -> None:
     calm = run_world(4, train, False, reshard, timeout_seconds=60)
@@ -144,7 +144,7 @@ def count_groups(depth: int) -> int:
     return len(made)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_the_number_of_process_groups_does_not_grow_with_the_model() -> None:
     assert set(run_world(4, count_groups, 2)) == set(run_world(4, count_groups, 8)) == {5}
 
@@ -181,7 +181,7 @@ def corrupt() -> list[str]:
     return [led, *messages]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_a_single_changed_bit_on_one_replica_is_found_and_named() -> None:
     results = run_world(4, corrupt, timeout_seconds=50)
     for rank in (0, 2):

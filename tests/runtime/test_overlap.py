@@ -104,7 +104,7 @@ def both(shape: tuple[int, int], kind: str, phase: int) -> tuple[float, float]:
     return max(r[phase] for r in overlapped), max(r[phase] for r in serial)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize(("kind", "phase"), [("gather", 0), ("gather", 1), ("reduce", 1)], ids=str)
 def test_gathers_and_reductions_run_beside_layers(kind: str, phase: int) -> None:
     overlapped, serial = both((1, 2), kind, phase)
@@ -112,7 +112,7 @@ def test_gathers_and_reductions_run_beside_layers(kind: str, phase: int) -> None
     assert overlapped < serial - SECONDS * LAYERS / 2, (overlapped, serial)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_publishes_run_beside_the_next_forward() -> None:
     overlapped, serial = both((2, 1), "publish", 2)
     assert overlapped < serial - SECONDS * LAYERS / 2, (overlapped, serial)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -13,6 +15,8 @@ from tests.runtime.heads import (
     MOMENTUM,
     Heads,
     Textbook,
+    as_lists,
+    as_tensors,
     batch,
     full_weights,
     mean_gradient,
@@ -64,7 +68,7 @@ def train_heads(shape: tuple[int, int], shapes: list[tuple[int, int]]) -> tuple[
     return mine, optimizer.last_step.orthogonalized
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("world", WORLDS, ids=NAMES)
 def test_any_shape_matches_the_textbook(world: tuple[int, int]) -> None:
     results = run_world(world[0] * world[1], train_heads, world, SHAPES, timeout_seconds=50)
@@ -72,7 +76,7 @@ def test_any_shape_matches_the_textbook(world: tuple[int, int]) -> None:
     assert all(owned == done for owned, done in results)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("world", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
 def test_more_ranks_than_matrices(world: tuple[int, int], count: int) -> None:
@@ -95,7 +99,7 @@ class Scaled(nn.Module):
         return self.gain * torch.tanh(self.linear(x)) + self.shift
 
 
-def train_scalars(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+def train_scalars(shape: tuple[int, int]) -> dict[str, list[Any]]:
     mesh = open_world(shape) if shape != (1, 1) else None
     torch.manual_seed(0)
     model = nn.Sequential(Scaled(), Scaled())
@@ -107,15 +111,16 @@ def train_scalars(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
         model(x).pow(2).sum().backward()
         dmuon.clip_grad_norm_(model, 1.0)
         optimizer.step()
-    return full_weights(model)
+    return as_lists(full_weights(model))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_scalar_parameters_train() -> None:
-    alone = run_world(1, train_scalars, (1, 1))[0]
+    alone = as_tensors(run_world(1, train_scalars, (1, 1))[0])
     assert alone["0.gain"].shape == () and not torch.equal(alone["0.gain"], torch.tensor(1.5))
     for shape in ((1, 2), (2, 2)):
-        for found in run_world(shape[0] * shape[1], train_scalars, shape):
+        for lists in run_world(shape[0] * shape[1], train_scalars, shape):
+            found = as_tensors(lists)
             for name, weight in alone.items():
                 torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -146,7 +151,7 @@ def train_empty(shape: tuple[int, int]) -> str:
     return ""
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("world", [(1, 1), (1, 2)], ids=["1x1", "1x2"])
 def test_a_matrix_without_rows_trains_or_is_refused_by_name(world: tuple[int, int]) -> None:
     try:
