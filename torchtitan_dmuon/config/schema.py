@@ -140,8 +140,11 @@ class Optimizer:
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     """DMuon, Muon: coefficients of the quintic Newton-Schulz polynomial."""
 
-    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """DMuon: precision of Newton-Schulz (torch's Muon knows bfloat16 only)."""
+    ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """
+    DMuon: precision of Newton-Schulz. auto: bfloat16 on GPUs, float32 on CPUs, most of which are
+    slow at the other. torch's Muon knows bfloat16 only.
+    """
 
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     """

@@ -46,7 +46,7 @@ class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused
         nesterov: bool = True
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
         ns_steps: int = 5
-        ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+        ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
         adamw_lr: float = 3e-4
         adamw_betas: tuple[float, float] = (0.9, 0.95)
@@ -147,9 +147,9 @@ class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options as Muon takes them: a dtype for its name, tuples for lists."""
-    result = dict(options)
-    for key, value in options.items():
+    """Return options as Muon takes them: a dtype for its name, tuples for lists, auto left out."""
+    result = {key: value for key, value in options.items() if value != "auto"}
+    for key, value in result.items():
         if isinstance(value, list):
             result[key] = tuple(value)
         elif key == "ns_dtype":
