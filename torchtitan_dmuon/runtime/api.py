@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dmuon.runtime.dedicate import runtime_of
-from torchtitan_dmuon.runtime.gradients import agree_on_gradients
+from torchtitan_dmuon.runtime.gradients import agree_on_gradients, keep_scaled
 from torchtitan_dmuon.runtime.site import sites_of
 
 
@@ -60,8 +60,11 @@ def clip_grad_norm_(
                 parameter.grad.to_local().mul_(scale)
             elif parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        # Presence and finiteness still hold for the step; the norm does not, for a second clipping.
-        runtime.gradient_version += 1
+        if scale_matrices:
+            keep_scaled(runtime, found, scale)
+        else:
+            # The norm is not known any more; the step asks for everything again.
+            runtime.gradient_version += 1
     return torch.tensor(found.norm, dtype=torch.float32, device=runtime.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -33,10 +33,7 @@ def agree_on_gradients(runtime: Runtime) -> Gradients:
     """
     runtime.settle()
     others = [(name, p) for name, p in runtime.other_parameters() if p.grad is not None]
-    key = (
-        runtime.gradient_version,
-        tuple(p.grad._version for _, p in others if p.grad is not None),
-    )
+    key = _key(runtime)
     if runtime.known_gradients and runtime.known_gradients[0] == key:
         known: Gradients = runtime.known_gradients[1]
         return known
@@ -63,6 +60,18 @@ def agree_on_gradients(runtime: Runtime) -> Gradients:
     )
     runtime.known_gradients = (key, result)
     return result
+
+
+def keep_scaled(runtime: Runtime, found: Gradients, scale: float) -> None:
+    """Keep what is known although all gradients were multiplied by `scale`, at most 1."""
+    runtime.gradient_version += 1
+    runtime.known_gradients = (_key(runtime), replace(found, norm=found.norm * scale))
+
+
+def _key(runtime: Runtime) -> object:
+    """Return what changes whenever a gradient does."""
+    grads = (p.grad for _, p in runtime.other_parameters())
+    return runtime.gradient_version, tuple(g._version for g in grads if g is not None)
 
 
 def _local(
