@@ -154,7 +154,7 @@ def corrupt() -> list[str]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Decoder()
-    owned = dedicate(model, mesh, param_dtype=torch.bfloat16)
+    owned = dedicate(model, mesh)
     optimizer = dmuon.Muon(model, lr=0.02)
     model(Run(model, rank, True).tokens()).sum().backward()
     optimizer.step()
@@ -163,8 +163,8 @@ def corrupt() -> list[str]:
     # One bit of one element: of a leader's copy in row 1, column 0; then of a sharded replica.
     group = owned.runtime.groups[1]
     for tensor in (
-        group.copies[group.led[0]].view(torch.int16),
-        model.head.weight.to_local().view(torch.int32),
+        group.copies[group.led[0]].view(torch.int32),
+        model.head.weight.detach().to_local().view(torch.int32),
     ):
         if rank == 2:
             tensor.view(-1)[3] ^= 1
