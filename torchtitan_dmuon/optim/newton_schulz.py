@@ -15,8 +15,8 @@ DEFAULT_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return what Newton-Schulz computes in unless told: bfloat16 on GPUs, float32 on CPUs.
 
-    bfloat16 is Muon's choice, and enough. Most CPUs have no units for it: without AMX or AVX-512 its
-    products take many times as long as those of float32.
+    bfloat16 is Muon's choice, and enough. Most CPUs have no units for it: without AMX or AVX-512
+    its products take many times as long as those of float32.
     """
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torchtitan_dmuon.comm import Communicator, Event, Traffic
 from torchtitan_dmuon.ownership import Assignment, Layer
 from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
+from torchtitan_dmuon.runtime.fsdp import forward_order, leave_out_backward
 from torchtitan_dmuon.runtime.group import Group, GroupState
 from torchtitan_dmuon.runtime.site import Site
 
@@ -69,7 +70,12 @@ class Runtime:
         self._depth = prefetch_depth
         self._cast = cast_inputs_to
         self._nesting = 0
-        self._trace: list[Group] = []
+        # The layers in the order of the first forward (until then: of the modules), and how far
+        # the present one has come in it.
+        self._route = [site for site in self.sites if site.groups]
+        self._reached: int | None = None
+        # The present forward: each site, and whether it really ran.
+        self._trace: list[tuple[Site, bool]] = []
         self._position: dict[Group, int] = {}
         self._passes = 0
         self._current = Pass()
@@ -91,8 +97,14 @@ class Runtime:
             self._enter_again(site)
             return self._cast_inputs(site, args, kwargs)
         if self._nesting == 0:
-            self._begin_pass()
+            self._begin_pass(site)
         self._nesting += 1
+        if site.groups:
+            self._pass_over_to(site)
+            self._bring_in(site, runs=True)
+        return self._cast_inputs(site, args, kwargs)
+
+    def _bring_in(self, site: Site, *, runs: bool) -> None:
         for group in site.groups:
             group.uses += 1
             group.start_gather()
@@ -100,8 +112,32 @@ class Runtime:
         for group in site.groups:
             group.finish_gather()
             self._watch(group)
-            self._trace.append(group)
-        return self._cast_inputs(site, args, kwargs)
+        self._trace.append((site, runs))
+
+    def _pass_over_to(self, site: Site | None) -> None:
+        """Take part in the gathers of the layers that this forward leaves out, up to `site`.
+
+        Other ranks may run them: whether a layer runs may depend on a rank's data, but not which
+        collectives run. A layer that is left out on every rank is gathered in vain.
+        """
+        if self._reached is None:
+            return
+        rest = self._route[self._reached :]
+        if site is not None and site not in rest:
+            return  # Called more often than in the first forward: as on every rank.
+        left_out = rest if site is None else rest[: rest.index(site)]
+        self._reached += len(left_out) + (site is not None)
+        for other in left_out:
+            self._bring_in(other, runs=False)
+            if torch.is_grad_enabled():
+                self._current.calls.append(other)
+            self._let_go(other, keep=torch.is_grad_enabled() and not self._reshard)
+
+    def _let_go(self, site: Site, *, keep: bool) -> None:
+        for group in site.groups:
+            group.uses -= 1
+            if not group.uses and not keep:
+                group.free()
 
     def leave(self, site: Site, outputs: Any) -> Any:
         """A site has run: free its groups, or see to it that backward finds them."""
@@ -114,10 +150,9 @@ class Runtime:
             visible = self._on_backward(self._current, index, outputs)
             # Backward may come along a path that the outputs do not show: never free under it.
             keep = not self._reshard or not visible
-        for group in site.groups:
-            group.uses -= 1
-            if not group.uses and not keep:
-                group.free()
+        self._let_go(site, keep=keep)
+        if self._nesting == 1 and site is self.sites[0]:
+            self._pass_over_to(None)
         self._nesting -= 1
         if self._nesting == 0:
             self._end_pass(site)
@@ -134,16 +169,20 @@ class Runtime:
             group.uses = 0
             group.free()
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, outermost: Site) -> None:
         self._passes += 1
         self._current = Pass(sync=self.sync, number=self._passes)
         self._trace = []
+        self._reached = 0 if outermost is self.sites[0] else None
         if self._stale:
             self.publish_all()
 
     def _end_pass(self, outermost: Site) -> None:
         if outermost is self.sites[0] and not self._position:
-            self.order = list(dict.fromkeys([*self._trace, *self.groups]))
+            ran = {site for site, runs in self._trace if runs}
+            self._route = [site for site, runs in self._trace if runs or site not in ran]
+            seen = [group for site in self._route for group in site.groups]
+            self.order = list(dict.fromkeys([*seen, *self.groups]))
             self._position = {group: i for i, group in enumerate(self.order)}
         record, self._current, self._trace = self._current, Pass(), []
         # A forward in eval mode is not expected to be followed by a backward on some rank.
@@ -275,9 +314,12 @@ class Runtime:
 
     def drop_backward(self) -> None:
         """Take part in the collectives of backwards that this rank did not run, with zeros."""
+        sharded = forward_order(self.model) if self._pending else []
         for record in list(self._pending):
             run = BackwardRun(record, self._depth, self._finish_group(record))
-            run.finish()
+            # Both at once: on the other ranks the layers of one come between those of the other.
+            with leave_out_backward(self.model, sharded):
+                run.finish()
             self._pending.remove(record)
 
     # -- update ------------------------------------------------------------------------------

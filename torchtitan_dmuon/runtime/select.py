@@ -51,7 +51,7 @@ def find_layers(model: nn.Module, predicate: ModulePredicate | None) -> list[tup
     what is named like an output head are never layers.
 
     Raises:
-        ValueError: the predicate selects no module.
+        ValueError: the predicate selects no module, or one inside another.
     """
     if predicate is not None:
         chosen = [
@@ -61,6 +61,7 @@ def find_layers(model: nn.Module, predicate: ModulePredicate | None) -> list[tup
         ]
         if not chosen:
             raise ValueError(f"hook_boundary_predicate {_name(predicate)} selects no module")
+        _check_apart(chosen)
         return chosen
     found: list[tuple[str, nn.Module]] = []
     _search(model, "", found)
@@ -71,6 +72,17 @@ def find_layers(model: nn.Module, predicate: ModulePredicate | None) -> list[tup
     if not found:
         found = [("", model)]
     return [(canonical_name(name), module) for name, module in found]
+
+
+def _check_apart(layers: list[tuple[str, nn.Module]]) -> None:
+    names = {module: name for name, module in layers}
+    for name, module in layers:
+        for inner in module.modules():
+            if inner is not module and inner in names:
+                raise ValueError(
+                    f"hook_boundary_predicate selects {names[inner]} inside {name or 'the model'}; "
+                    "a layer is gathered as a whole and cannot hold another"
+                )
 
 
 def _search(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
