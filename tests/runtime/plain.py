@@ -131,7 +131,7 @@ def plain_gradients(
 def compare_gradients(model: nn.Module, plain: Plain, where: str) -> None:
     """Compare this rank's reduced gradients, owned and sharded, with the reference. Collective."""
     runtime = runtime_of(model)
-    found = agree_on_gradients(runtime)
+    found = agree_on_gradients(runtime, reuse=False)
     owned = {e.name for g in runtime.groups for e in g.parameters}
     expected = {n for n in owned if plain.gradients[n] is not None}
     assert found.present == expected, f"{where}: present {found.present ^ expected}"

@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype or default_dtype(self.runtime.device),
+            "ns_dtype": ns_dtype,
             "adamw_lr": adamw_lr,
             "adamw_betas": tuple(adamw_betas),
             "adamw_eps": adamw_eps,
@@ -154,6 +154,7 @@ class Muon(torch.optim.Optimizer):
             known = ", ".join(self._defaults)
             raise ValueError(f"param_groups: unknown options {sorted(unknown)}; known: {known}")
         merged = {**self._defaults, **options}
+        merged["ns_dtype"] = merged["ns_dtype"] or default_dtype(self.runtime.device)
         params = list(param_group["params"])
         for parameter in params:
             if parameter not in self._names:
@@ -243,7 +244,7 @@ class Muon(torch.optim.Optimizer):
         if self._moves != self.runtime.moves:
             raise RuntimeError("Muon: the model was moved to another device after Muon was made")
         clock = PhaseClock(self.runtime.device)
-        gradients = agree_on_gradients(self.runtime)
+        gradients = agree_on_gradients(self.runtime, reuse=True)
         clock.mark("reduce")
         if gradients.nonfinite:
             self._refuse(gradients, clock)

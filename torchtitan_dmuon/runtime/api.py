@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dmuon.runtime.dedicate import runtime_of
-from torchtitan_dmuon.runtime.gradients import agree_on_gradients, keep_scaled
+from torchtitan_dmuon.runtime.gradients import agree_on_gradients
 from torchtitan_dmuon.runtime.site import sites_of
 
 
@@ -46,7 +46,7 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, got {max_norm}")
     runtime = runtime_of(model)
-    found = agree_on_gradients(runtime)
+    found = agree_on_gradients(runtime, reuse=False)
     if error_if_nonfinite and found.nonfinite:
         raise FloatingPointError(f"gradients are not finite: {', '.join(found.nonfinite)}")
     scale = max_norm / (found.norm + 1e-6)
@@ -60,11 +60,6 @@ def clip_grad_norm_(
                 parameter.grad.to_local().mul_(scale)
             elif parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        if scale_matrices:
-            keep_scaled(runtime, found, scale)
-        else:
-            # The norm is not known any more; the step asks for everything again.
-            runtime.gradient_version += 1
     return torch.tensor(found.norm, dtype=torch.float32, device=runtime.device)
 
 

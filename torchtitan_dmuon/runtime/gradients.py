@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -25,18 +25,23 @@ class Gradients:
     nonfinite: tuple[str, ...]
 
 
-def agree_on_gradients(runtime: Runtime) -> Gradients:
+def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
     """Find norm, presence and non-finite values; one small all-reduce over all ranks.
 
-    The result is kept until gradients change, so clipping and the step that follows share it.
     Waits for the reductions of the backwards so far. Collective.
+
+    Args:
+        runtime: Of the model.
+        reuse: Take what the last call found, once, if no backward came since: so a step shares
+            what clipping found. Whether it does depends on the calls before, which are the same on
+            every rank, and not on what one rank did to its `.grad`s.
     """
     runtime.settle()
+    known, runtime.known_gradients = runtime.known_gradients, None
+    if reuse and known is not None and known[0] == runtime.gradient_version:
+        kept: Gradients = known[1]
+        return kept
     others = [(name, p) for name, p in runtime.other_parameters() if p.grad is not None]
-    key = _key(runtime)
-    if runtime.known_gradients and runtime.known_gradients[0] == key:
-        known: Gradients = runtime.known_gradients[1]
-        return known
     owned = [e.name for g in runtime.groups for e in g.parameters]
     # Names of every rank, whether or not it has a gradient here: positions must agree.
     names = owned + [name for name, _ in runtime.other_parameters()]
@@ -58,20 +63,8 @@ def agree_on_gradients(runtime: Runtime) -> Gradients:
         present=frozenset(n for n, v in zip(owned, values[1:], strict=False) if v),
         nonfinite=tuple(n for n, v in zip(names, values[1 + len(owned) :], strict=True) if v),
     )
-    runtime.known_gradients = (key, result)
+    runtime.known_gradients = (runtime.gradient_version, result)
     return result
-
-
-def keep_scaled(runtime: Runtime, found: Gradients, scale: float) -> None:
-    """Keep what is known although all gradients were multiplied by `scale`, at most 1."""
-    runtime.gradient_version += 1
-    runtime.known_gradients = (_key(runtime), replace(found, norm=found.norm * scale))
-
-
-def _key(runtime: Runtime) -> object:
-    """Return what changes whenever a gradient does."""
-    grads = (p.grad for _, p in runtime.other_parameters())
-    return runtime.gradient_version, tuple(g._version for g in grads if g is not None)
 
 
 def _local(

@@ -134,7 +134,7 @@ class Group(ABC):
     def allocate(self) -> None:
         """Make masters, copies and buffer on `self.device`, with undefined content."""
         p = self.precision
-        self.buffer = torch.empty(self.layout.numel, dtype=p.compute, device=self.device)
+        self._make_buffer()
         if self.resident:
             self.copies = {s: _part(self.buffer, s.offset, s.numel) for s in self.led}
         else:
@@ -144,6 +144,14 @@ class Group(ABC):
             self.masters = {s: self.copies[s] for s in self.owned}
         else:
             self.masters = self._flat(self.owned, p.master)
+        self._placeholder = torch.full((), float("nan"), dtype=p.compute, device=self.device)
+        self.state = GroupState.GATHERED if self.resident else GroupState.FREED
+        for entry, view in zip(self.parameters, self.views, strict=True):
+            self._install(entry, view if self.resident else self._placeholder.expand(entry.shape))
+
+    def _make_buffer(self) -> None:
+        dtype = self.precision.compute
+        self.buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.views = [
             _part(self.buffer, offset, entry.numel).view(entry.shape)
             for offset, entry in zip(self.layout.offsets, self.parameters, strict=True)
@@ -151,10 +159,6 @@ class Group(ABC):
         # After the views: a view of a storage without bytes cannot be made, but it can lose them.
         if not self.resident and self.device.type != "meta":
             self.buffer.untyped_storage().resize_(0)
-        self._placeholder = torch.full((), float("nan"), dtype=p.compute, device=self.device)
-        self.state = GroupState.GATHERED if self.resident else GroupState.FREED
-        for entry, view in zip(self.parameters, self.views, strict=True):
-            self._install(entry, view if self.resident else self._placeholder.expand(entry.shape))
 
     def _install(self, entry: OwnedParameter, data: torch.Tensor) -> None:
         """Point a parameter at `data`; a new object where the old one cannot follow (meta)."""
@@ -260,7 +264,12 @@ class Group(ABC):
             self._gathering = None
         for entry in self.parameters:
             entry.parameter.data = self._placeholder.expand(entry.shape)
-        self.buffer.untyped_storage().resize_(0)
+        storage = self.buffer.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:
+            # Somebody holds it from outside (`numpy()`): leave it to them.
+            self._make_buffer()
         self.state = GroupState.FREED
 
     @abstractmethod

@@ -63,9 +63,9 @@ class Runtime:
         self.device = device
         self.sync = True
         self.traffic = communicator.traffic if communicator else Traffic()
-        # Changes whenever gradients do; what was computed from them is kept by it.
+        # Changes with every backward; what was found of the gradients is kept by it.
         self.gradient_version = 0
-        self.known_gradients: tuple[object, Any] | None = None
+        self.known_gradients: tuple[int, Any] | None = None
         self._reshard = reshard_after_forward
         self._depth = prefetch_depth
         self._cast = cast_inputs_to
