@@ -175,4 +175,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is in flight and give up threads and process groups."""
+        """Finish what is in flight and give up threads; nothing may be asked afterwards.
+
+        Process groups end with the default one: a group of the same ranks that is made after one
+        was destroyed meets its leftovers in the store.
+        """

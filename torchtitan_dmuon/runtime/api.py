@@ -87,7 +87,8 @@ def skip_backward(model: nn.Module) -> None:
     """Take part, with zeros, in the backward of the last forward that this rank will not run.
 
     For a rank that drops its loss (say, it is NaN) while the others run theirs. `step` and clipping
-    do it for the last micro-batch; call this when more forwards follow before them.
+    do it for the last micro-batch; call this when more forwards follow before them. A rank leaves
+    out all of a backward or nothing: not one of the forwards that others put into one backward.
     """
     runtime_of(model).drop_backward()
 

@@ -108,16 +108,17 @@ def dedicate_params(
         fully_shard(model, mesh=mesh, ignored_params=owned.parameters)
         optimizer = Muon(model, lr=0.02)
 
-    The layers' weight matrices are gathered before a layer runs and freed after it; gradients are
-    reduced to the owners in backward; `Muon` updates them there (paper sections 3 and 4). The small
-    tensors of a layer (norms, biases) ride along with its small matrices. The model's code, its
-    parameter names and `requires_grad` stay as they are. Outside of forward and backward an owned
-    parameter reads as NaN; `full_params` shows it. Collective over the mesh.
+    (A `fully_shard` without `ignored_params` fails in torch: "FSDP does not support non-contiguous
+    parameters".) The layers' weight matrices are gathered before a layer runs and freed after it;
+    gradients are reduced to the owners in backward; `Muon` updates them there (paper sections 3 and
+    4). The small tensors of a layer (norms, biases) ride along with its small matrices. The model's
+    code, its parameter names and `requires_grad` stay as they are. Outside of forward and backward
+    an owned parameter reads as NaN; `full_params` shows it. Collective over the mesh.
 
     Args:
         model: Not yet sharded; on the meta device too (then `to_empty`, and initialise in
             `full_params(..., writeback=True)`). Every rank must hold the same architecture; weights
-            are taken from each matrix's owner.
+            are taken from each matrix's owner (in mode "gather" from each row's shards).
         mesh: 1-D: the shard axis (FSDP). 2-D: (replicate, shard) as `fully_shard` takes it (HSDP; a
             shard axis of size 1 is DDP). None: one process, no communication.
         predicate: (canonical name, parameter) -> whether it holds matrices. None: 2-D and 3-D

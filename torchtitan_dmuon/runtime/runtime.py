@@ -21,6 +21,9 @@ from torchtitan_dmuon.runtime.site import Site
 # Reductions in flight whose packed gradients are kept; one more waits for the oldest.
 _MAX_REDUCTIONS = 2
 
+# Forwards in training mode that may wait for their backward; each costs a reduction at the step.
+_MAX_PENDING = 1000
+
 
 class Runtime:
     """Gathers, reduces and publishes the groups of one model as its modules run.
@@ -188,6 +191,11 @@ class Runtime:
         # A forward in eval mode is not expected to be followed by a backward on some rank.
         if record.calls and outermost.module.training:
             self._pending.append(record)
+            if len(self._pending) > _MAX_PENDING:
+                raise RuntimeError(
+                    f"{_MAX_PENDING} forwards in training mode without a backward or a step; run "
+                    "them under torch.no_grad() or after model.eval()"
+                )
         needed = (
             set[Group]() if self._reshard else set().union(*(p.groups() for p in self._pending))
         )
