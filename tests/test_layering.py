@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "torchtitan_dmuon"
 
 # Lowest first. A module imports from lower levels only, and freely inside its own data/ or models/.
 LEVELS = [
-    {"patching", "config.errors", "log", "ownership"},
+    {"patching", "arguments", "config.errors", "log"},
+    {"ownership"},
     {"comm.streams", "runtime.fsdp", "optim.newton_schulz", "optim.adamw_rule", "optim.report"},
     {"comm.communicator", "optim.muon_rule"},
     {"comm"},

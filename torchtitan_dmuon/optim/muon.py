@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dmuon.arguments import expect, is_size
 from torchtitan_dmuon.baselines.gather import gathered_update
 from torchtitan_dmuon.optim.adamw_rule import apply_adamw, new_state
 from torchtitan_dmuon.optim.muon_rule import AdjustLr, MuonOptions, apply_updates
@@ -89,12 +90,8 @@ class Muon(torch.optim.Optimizer):
         nonfinite: Literal["skip", "error"] = "skip",
         param_groups: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        for name, value, choices in (
-            ("publish", publish, ("async", "sync")),
-            ("nonfinite", nonfinite, ("skip", "error")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
+        expect("publish", publish, lambda v: v in ("async", "sync"), "async or sync")
+        expect("nonfinite", nonfinite, lambda v: v in ("skip", "error"), "skip or error")
         if not sites_of(model) and not (dist.is_initialized() and dist.get_world_size() > 1):
             dedicate_params(model)
         self.model = model
@@ -114,13 +111,13 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
+            "ns_coefficients": ns_coefficients,
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
             "adamw_lr": adamw_lr,
-            "adamw_betas": tuple(adamw_betas),
+            "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
             "adamw_weight_decay": adamw_weight_decay,
         }
@@ -131,7 +128,7 @@ class Muon(torch.optim.Optimizer):
     # -- parameter groups ----------------------------------------------------------------------
 
     def _all_groups(self, overrides: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        groups = [{**group, "params": list(group["params"])} for group in overrides]
+        groups = [{**group, "params": _listed(group)} for group in overrides]
         claimed = {p for group in groups for p in group["params"]}
         rest = [p for p in self._names if p.requires_grad and p not in claimed]
         if not rest and not groups:
@@ -155,11 +152,11 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"param_groups: unknown options {sorted(unknown)}; known: {known}")
         merged = {**self._defaults, **options}
         merged["ns_dtype"] = merged["ns_dtype"] or default_dtype(self.runtime.device)
-        params = list(param_group["params"])
+        params = _listed(param_group)
         for parameter in params:
             if parameter not in self._names:
-                shape = tuple(parameter.shape)
-                raise ValueError(f"param_groups: a parameter of shape {shape} is not in the model")
+                what = getattr(parameter, "shape", parameter)
+                raise ValueError(f"param_groups: a parameter ({what}) is not in the model")
         matrix = {f.name: merged[f.name] for f in fields(MuonOptions)}
         MuonOptions(**matrix)
         adamw = {key: merged[f"adamw_{key}"] for key in _ADAMW}
@@ -192,6 +189,11 @@ class Muon(torch.optim.Optimizer):
                         f"{entry.name}: owned, but replaced since dedicate_params; give it to "
                         "fully_shard(..., ignored_params=owned.parameters)"
                     )
+        for name, parameter in self.runtime.other_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(
+                    f"{name}: {parameter.dtype} parameters are not supported; freeze it"
+                )
         if self.runtime.communicator is None:
             return
         for name, parameter in self.runtime.other_parameters():
@@ -391,17 +393,24 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_adamw(options: dict[str, Any]) -> None:
-    for name, valid, wanted in (
-        ("adamw_lr", options["lr"] >= 0, "a number >= 0"),
-        ("adamw_eps", options["eps"] >= 0, "a number >= 0"),
-        ("adamw_weight_decay", options["weight_decay"] >= 0, "a number >= 0"),
+    number = "a finite number >= 0"
+    for key, valid, wanted in (
+        ("lr", is_size, number),
+        ("eps", is_size, number),
+        ("weight_decay", is_size, number),
         (
-            "adamw_betas",
-            len(options["betas"]) == 2 and all(0 <= b < 1 for b in options["betas"]),
+            "betas",
+            lambda v: len(v) == 2 and all(is_size(b) and b < 1 for b in v),
             "two numbers with 0 <= beta < 1",
         ),
     ):
-        if not valid:
-            raise ValueError(
-                f"{name}: expected {wanted}, got {options[name.removeprefix('adamw_')]!r}"
-            )
+        expect(f"adamw_{key}", options[key], valid, wanted)
+
+
+def _listed(group: dict[str, Any]) -> list[nn.Parameter]:
+    """Return the parameters of a group as torch takes it: one, several, or (name, parameter)s."""
+    expect("param_groups", group, lambda g: "params" in g, "dicts with the key params")
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    return [p[1] if isinstance(p, tuple) else p for p in params]

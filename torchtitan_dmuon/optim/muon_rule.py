@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from torchtitan_dmuon.arguments import expect, is_count, is_size
 from torchtitan_dmuon.optim.newton_schulz import newton_schulz
 from torchtitan_dmuon.ownership import Matrix
 
@@ -46,26 +47,27 @@ class MuonOptions:
     ns_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        number, dtypes = "a finite number >= 0", (torch.bfloat16, torch.float32, torch.float64)
         for name, valid, wanted in (
-            ("lr", self.lr >= 0, "a number >= 0"),
-            ("weight_decay", self.weight_decay >= 0, "a number >= 0"),
-            ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
-            ("eps", self.eps > 0, "a number > 0"),
-            ("ns_steps", self.ns_steps >= 1, "at least 1"),
-            ("ns_coefficients", len(self.ns_coefficients) == 3, "three numbers"),
+            ("lr", is_size, number),
+            ("weight_decay", is_size, number),
+            ("momentum", lambda v: is_size(v) and v < 1, "0 <= momentum < 1"),
+            ("nesterov", lambda v: isinstance(v, bool), "True or False"),
+            ("eps", lambda v: is_size(v) and v > 0, "a number > 0"),
+            ("ns_steps", lambda v: is_count(v, 1), "a whole number of at least 1"),
+            (
+                "ns_coefficients",
+                lambda v: len(v) == 3 and all(is_size(abs(c)) for c in v),
+                "three numbers",
+            ),
             (
                 "adjust_lr_fn",
-                self.adjust_lr_fn in (None, *get_args(AdjustLr)),
+                lambda v: v in (None, *get_args(AdjustLr)),
                 "None, original or match_rms_adamw",
             ),
-            (
-                "ns_dtype",
-                self.ns_dtype in (torch.bfloat16, torch.float32, torch.float64),
-                "torch.bfloat16, torch.float32 or torch.float64",
-            ),
+            ("ns_dtype", lambda v: v in dtypes, "torch.bfloat16, torch.float32 or torch.float64"),
         ):
-            if not valid:
-                raise ValueError(f"{name}: expected {wanted}, got {getattr(self, name)!r}")
+            expect(name, getattr(self, name), valid, wanted)
 
     @staticmethod
     def of(group: dict[str, Any]) -> MuonOptions:

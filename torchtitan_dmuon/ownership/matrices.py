@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchtitan_dmuon.arguments import expect, is_count
+
 if TYPE_CHECKING:
     import torch
 
@@ -87,6 +89,11 @@ class Matrix:
         return part.view(self.blocks, self.rows // self.blocks, self.columns)
 
 
+def _sizes(rows: Iterable[object]) -> bool:
+    sizes = list(rows)
+    return bool(sizes) and all(is_count(size, 1) for size in sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
     """How to read matrices out of a parameter.
@@ -111,12 +118,11 @@ class MatrixSpec:
     flatten: bool = False
 
     def __post_init__(self) -> None:
+        whole = "one or more whole numbers of at least 1"
+        expect("rows", self.rows, lambda r: r is None or _sizes(r), whole)
+        expect("blocks", self.blocks, lambda b: is_count(b, 1), "a whole number of at least 1")
         if self.rows is not None:
             object.__setattr__(self, "rows", tuple(self.rows))
-            if not self.rows or min(self.rows) < 1:
-                raise ValueError(f"{self}: rows must be one or more sizes of at least 1")
-        if self.blocks < 1:
-            raise ValueError(f"{self}: blocks must be at least 1")
         if self.blocks > 1 and self.rows is None:
             raise ValueError(f"{self}: blocks repeats the rows pattern, so rows must be given")
 

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dmuon.arguments import expect, is_size
 from torchtitan_dmuon.runtime.dedicate import runtime_of
 from torchtitan_dmuon.runtime.gradients import agree_on_gradients
 from torchtitan_dmuon.runtime.site import sites_of
@@ -43,8 +44,7 @@ def clip_grad_norm_(
         ValueError: `max_norm` is negative or NaN.
         FloatingPointError: see `error_if_nonfinite`; the message names the parameters.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm: expected a number >= 0, got {max_norm}")
+    expect("max_norm", max_norm, lambda v: is_size(v) or v == float("inf"), "a number >= 0")
     runtime = runtime_of(model)
     found = agree_on_gradients(runtime, reuse=False)
     if error_if_nonfinite and found.nonfinite:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_dmuon.arguments import expect, is_count, is_size
 from torchtitan_dmuon.baselines.shards import ShardGroup
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.optim.newton_schulz import measure_seconds
@@ -155,7 +156,27 @@ def dedicate_params(
         NotImplementedError: a selected parameter is a DTensor already.
         RuntimeError: ranks computed different assignments or tables; both digests are named.
     """
-    _check(model, mode, assignment, cost, prefetch_depth, gradient_divide_factor, communication)
+    if sites_of(model):
+        raise ValueError("dedicate_params was called on this model already")
+    _check_arguments(
+        mesh=mesh,
+        replicate_mesh=replicate_mesh,
+        predicate=predicate,
+        hook_boundary_predicate=hook_boundary_predicate,
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=cast_forward_inputs,
+        communication=communication,
+        mode=mode,
+        cost=cost,
+        assignment=assignment,
+        small_matrix_numel=small_matrix_numel,
+        byte_cap=byte_cap,
+        prefetch_depth=prefetch_depth,
+        gradient_divide_factor=gradient_divide_factor,
+        timeout=timeout,
+    )
     layers = select(model, find_layers(model, hook_boundary_predicate), predicate, matrix_specs)
     layers = [layer for layer in layers if layer.parameters or layer.borrowed]
     grid = _grid(mesh, replicate_mesh)
@@ -213,32 +234,64 @@ def runtime_of(model: nn.Module) -> Runtime:
     return runtime
 
 
-def _check(
-    model: nn.Module,
-    mode: str,
-    assignment: str,
-    cost: object,
-    prefetch_depth: int,
-    gradient_divide_factor: float | None,
-    communication: str,
-) -> None:
-    for name, value, choices in (
-        ("mode", mode, get_args(Mode)),
-        ("assignment", assignment, get_args(AssignmentMethod)),
-        ("communication", communication, ("c10d",)),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-    if not isinstance(cost, CostTable) and cost not in ("measured", "model"):
-        raise ValueError(f"cost: expected measured, model or a CostTable, got {cost!r}")
-    if prefetch_depth < 0:
-        raise ValueError(f"prefetch_depth: expected 0 or more, got {prefetch_depth}")
-    if gradient_divide_factor is not None and not gradient_divide_factor > 0:
-        raise ValueError(
-            f"gradient_divide_factor: expected a positive number, got {gradient_divide_factor}"
-        )
-    if sites_of(model):
-        raise ValueError("dedicate_params was called on this model already")
+def _mesh(value: object) -> bool:
+    return value is None or isinstance(value, DeviceMesh)
+
+
+def _function(value: object) -> bool:
+    return value is None or callable(value)
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _dtype(value: object) -> bool:
+    if not isinstance(value, torch.dtype):
+        return value is None
+    return value.is_floating_point and value.itemsize >= 2
+
+
+def _sum_dtype(value: object) -> bool:
+    # Sums of float16 overflow.
+    return _dtype(value) and value is not torch.float16
+
+
+def _cost(value: object) -> bool:
+    return isinstance(value, CostTable) or value in ("measured", "model")
+
+
+# Each argument of `dedicate_params` but the model and the specs: what will do, and its name.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "mesh": (_mesh, "a DeviceMesh or None"),
+    "replicate_mesh": (_mesh, "a DeviceMesh or None"),
+    "predicate": (_function, "a function of name and parameter, or None"),
+    "hook_boundary_predicate": (_function, "a function of name and module, or None"),
+    "reshard_after_forward": (_flag, "True or False"),
+    "param_dtype": (_dtype, "a floating torch.dtype of 16 bits or more, or None"),
+    "reduce_dtype": (_sum_dtype, "torch.float32, torch.bfloat16 or torch.float64, or None"),
+    "cast_forward_inputs": (_flag, "True or False"),
+    "communication": (lambda v: v == "c10d", "c10d"),
+    "mode": (lambda v: v in get_args(Mode), " or ".join(get_args(Mode))),
+    "cost": (_cost, "measured, model or a CostTable"),
+    "assignment": (
+        lambda v: v in get_args(AssignmentMethod),
+        f"one of {', '.join(get_args(AssignmentMethod))}",
+    ),
+    "small_matrix_numel": (is_count, "a whole number >= 0"),
+    "byte_cap": (lambda v: v is None or is_size(v), "a number >= 0 or None"),
+    "prefetch_depth": (is_count, "a whole number >= 0"),
+    "gradient_divide_factor": (
+        lambda v: v is None or (is_size(v) and v > 0),
+        "a positive number or None",
+    ),
+    "timeout": (lambda v: v is None or v > timedelta(), "a positive timedelta or None"),
+}
+
+
+def _check_arguments(**arguments: object) -> None:
+    for name, value in arguments.items():
+        expect(name, value, *_ARGUMENTS[name])
 
 
 def _grid(mesh: DeviceMesh | None, replicate_mesh: DeviceMesh | None) -> list[list[int]]:
@@ -301,15 +354,8 @@ def _precision(
     master = torch.float64 if torch.float64 in dtypes else torch.float32
     compute = param_dtype or original
     reduce = reduce_dtype or compute
-    for name, dtype in (("param_dtype", compute), ("reduce_dtype", reduce)):
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise ValueError(
-                f"{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
-            )
     if reduce is torch.float16:
-        raise ValueError(
-            "reduce_dtype: sums of float16 gradients overflow; use float32 or bfloat16"
-        )
+        raise ValueError(f"{layer.name}: sums of float16 overflow; give reduce_dtype=torch.float32")
     return Precision(master, compute, reduce)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
 from torchtitan_dmuon.runtime.fsdp import forward_order, leave_out_backward
 from torchtitan_dmuon.runtime.group import Group, GroupState
 from torchtitan_dmuon.runtime.site import Site
+
+logger = logging.getLogger("torchtitan_dmuon")
 
 # Reductions in flight whose packed gradients are kept; one more waits for the oldest.
 _MAX_REDUCTIONS = 2
@@ -183,6 +186,14 @@ class Runtime:
     def _end_pass(self, outermost: Site) -> None:
         if outermost is self.sites[0] and not self._position:
             ran = {site for site, runs in self._trace if runs}
+            idle = [site.name for site in self.sites if site.groups and site not in ran]
+            if idle:
+                logger.warning(
+                    "layers that the first forward did not call: %s; if their weights are used in "
+                    "another way they read as NaN there: choose other layers with "
+                    "hook_boundary_predicate",
+                    ", ".join(idle),
+                )
             self._route = [site for site, runs in self._trace if runs or site not in ran]
             seen = [group for site in self._route for group in site.groups]
             self.order = list(dict.fromkeys([*seen, *self.groups]))

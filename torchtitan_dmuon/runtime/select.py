@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+from torchtitan_dmuon.arguments import expect
 from torchtitan_dmuon.ownership import Layer, LayerParameter, MatrixSpec
 from torchtitan_dmuon.runtime.group import OwnedParameter
 from torchtitan_dmuon.runtime.runtime import canonical_name
@@ -15,6 +16,8 @@ from torchtitan_dmuon.runtime.runtime import canonical_name
 ParameterPredicate = Callable[[str, nn.Parameter], bool]
 ModulePredicate = Callable[[str, nn.Module], bool]
 
+# Modules without a forward of their own.
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _HEADS = ("lm_head", "output", "head", "embed_out", "classifier", "score")
 
@@ -61,14 +64,13 @@ def find_layers(model: nn.Module, predicate: ModulePredicate | None) -> list[tup
         ]
         if not chosen:
             raise ValueError(f"hook_boundary_predicate {_name(predicate)} selects no module")
+        _check_callable(chosen)
         _check_apart(chosen)
         return chosen
     found: list[tuple[str, nn.Module]] = []
     _search(model, "", found)
     if not found:
-        found = [
-            (name, child) for name, child in model.named_children() if _may_be_layer(name, child)
-        ]
+        found = _children(model, "")
     if not found:
         found = [("", model)]
     return [(canonical_name(name), module) for name, module in found]
@@ -85,15 +87,35 @@ def _check_apart(layers: list[tuple[str, nn.Module]]) -> None:
                 )
 
 
+def _check_callable(layers: list[tuple[str, nn.Module]]) -> None:
+    for name, module in layers:
+        if isinstance(module, _LISTS):
+            raise ValueError(
+                f"hook_boundary_predicate selects {name}, a {type(module).__name__}: it is never "
+                "called itself; select its items"
+            )
+
+
 def _search(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         items = list(child.named_children())
         same = len({type(item) for _, item in items}) == 1
-        if isinstance(child, _CONTAINERS) and same and not isinstance(items[0][1], _CONTAINERS):
+        if isinstance(child, _CONTAINERS) and same and not isinstance(items[0][1], _LISTS):
             found += [(f"{full}.{key}", i) for key, i in items if _may_be_layer(name, i)]
         else:
             _search(child, f"{full}.", found)
+
+
+def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """Return the children that may be layers; of lists, which are never called, their items."""
+    found = []
+    for name, child in module.named_children():
+        if isinstance(child, _LISTS):
+            found += _children(child, f"{prefix}{name}.")
+        elif _may_be_layer(name, child):
+            found.append((f"{prefix}{name}", child))
+    return found
 
 
 def _may_be_layer(name: str, module: nn.Module) -> bool:
@@ -132,6 +154,8 @@ def select(
             )
         if not is_matrix and (parameter.ndim > 1 or not parameter.is_floating_point()):
             continue
+        if parameter.numel() == 0:
+            continue  # Nothing to own.
         _check_plain(name, parameter)
         matrices = reader.read(name, parameter) if is_matrix else ()
         chosen += len(matrices)
@@ -191,10 +215,23 @@ def _check_plain(name: str, parameter: nn.Parameter) -> None:
         )
 
 
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
 class _Specs:
     """The user's patterns with the specs they give to names."""
 
     def __init__(self, specs: Mapping[str, MatrixSpec]) -> None:
+        expect("matrix_specs", specs, lambda v: isinstance(v, Mapping), "patterns with MatrixSpecs")
+        for pattern, spec in specs.items():
+            what = f"matrix_specs[{pattern!r}]"
+            expect(what, spec, lambda v: isinstance(v, MatrixSpec), "a MatrixSpec")
+            expect("matrix_specs", pattern, _compiles, "a regular expression")
         self._specs = [(pattern, re.compile(pattern), spec) for pattern, spec in specs.items()]
         self._used: set[str] = set()
 

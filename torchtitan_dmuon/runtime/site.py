@@ -151,5 +151,11 @@ def make_site(module: nn.Module, site: Site) -> None:
 
 
 def sites_of(module: nn.Module) -> list[Site]:
-    """Return the sites in a module and its children, in module order."""
+    """Return the sites in a module and its children, in module order.
+
+    Raises:
+        TypeError: it is not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected the model, an nn.Module, got {type(module).__name__}")
     return [m._dmuon_site for m in module.modules() if isinstance(m, DedicatedModule)]

@@ -1,0 +1,37 @@
+"""One message for every wrong argument: its name, what was expected, what was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def expect(name: str, value: Any, valid: Callable[[Any], Any], wanted: str) -> None:
+    """Check an argument.
+
+    Args:
+        name: Of the argument.
+        value: What was given, of any type.
+        valid: Whether the value will do; may fail on values of other types.
+        wanted: Completes "expected ...".
+
+    Raises:
+        ValueError: it will not.
+    """
+    try:
+        good = bool(valid(value))
+    except (TypeError, AttributeError, RuntimeError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a finite number >= 0; a tensor with one element counts."""
+    return not isinstance(value, str | bool) and 0 <= float(value) < math.inf
