@@ -110,7 +110,7 @@ def test_shapes_that_do_not_fit(spec: MatrixSpec, shape: tuple[int, ...], said: 
 
 def test_specs_that_make_no_sense() -> None:
     for rows in ((), (4, 0), (4, -1)):
-        with pytest.raises(ValueError, match="rows must be one or more sizes"):
+        with pytest.raises(ValueError, match="rows: expected one or more whole numbers"):
             MatrixSpec(rows=rows)
     with pytest.raises(ValueError, match="rows must be given"):
         MatrixSpec(blocks=2)

@@ -165,3 +165,21 @@ def test_a_layer_that_is_never_called_is_said(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "torchtitan_dmuon"):
         model(torch.randn(2, WIDTH))
     assert "did not call: layers.1, layers.2" in caplog.text
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    """It would unscale the gradients of fully_shard alone."""
+    model = Stack()
+    optimizer = dmuon.Muon(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.randn(4, WIDTH)).sum()).backward()
+    with pytest.raises(NotImplementedError, match="compute in bfloat16"):
+        scaler.step(optimizer)
+
+
+def test_a_parametrization_after_dedicate_is_named() -> None:
+    model = Stack()
+    dmuon.dedicate_params(model)
+    nn.utils.parametrizations.weight_norm(model.layers[1].up)
+    with pytest.raises(ValueError, match=r"layers\.1\.up\.weight: owned, but replaced"):
+        dmuon.Muon(model)

@@ -45,8 +45,10 @@ class Muon(torch.optim.Optimizer):
     owns the matrix (`momentum_buffer.<i>` for matrices of a parameter with several owners), `step`,
     `exp_avg` and `exp_avg_sq` on the AdamW route.
 
-    Gradients live at their owners after backward, not in `Parameter.grad`; clip with
-    `torchtitan_dmuon.clip_grad_norm_`. `step` is collective: every rank calls it.
+    Gradients live at their owners after backward, not in `Parameter.grad`: clip with
+    `torchtitan_dmuon.clip_grad_norm_`, forget them with `zero_grad` (the optimizer's or the
+    model's). `step` is collective: every rank calls it. Schedulers that cycle momentum (OneCycleLR)
+    need `cycle_momentum=False`, since the routes have different momenta.
 
     Args:
         model: What `dedicate_params` was called on (called here if there is only one process).
@@ -184,7 +186,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(_NO_MATRIX)
         for group in self.runtime.groups:
             for entry in group.parameters:
-                if any(m._parameters[name] is not entry.parameter for m, name in entry.places):
+                if any(m._parameters.get(name) is not entry.parameter for m, name in entry.places):
                     raise ValueError(
                         f"{entry.name}: owned, but replaced since dedicate_params; give it to "
                         "fully_shard(..., ignored_params=owned.parameters)"
@@ -202,6 +204,16 @@ class Muon(torch.optim.Optimizer):
                     f"{name}: neither owned nor sharded, so ranks would drift apart; call "
                     "fully_shard(model, mesh=mesh, ignored_params=owned.parameters) before Muon"
                 )
+
+    # torch's GradScaler asks for this, and then hands over its scale.
+    _step_supports_amp_scaling = True
+
+    def _refuse_grad_scale(self, value: object) -> None:
+        raise NotImplementedError(
+            "Muon: GradScaler does not reach the gradients at the owners; compute in bfloat16"
+        )
+
+    grad_scale = property(fset=_refuse_grad_scale)
 
     # -- state -------------------------------------------------------------------------------
 
