@@ -114,7 +114,7 @@ def test_specs_that_make_no_sense() -> None:
             MatrixSpec(rows=rows)
     with pytest.raises(ValueError, match="rows must be given"):
         MatrixSpec(blocks=2)
-    with pytest.raises(ValueError, match="blocks must be at least 1"):
+    with pytest.raises(ValueError, match="blocks: expected a whole number of at least 1"):
         MatrixSpec(rows=(1,), blocks=0)
     with pytest.raises(ValueError, match="one parameter"):
         segments(MatrixSpec().matrices("a", (2, 2)) + MatrixSpec().matrices("b", (2, 2)))

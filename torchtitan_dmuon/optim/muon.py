@@ -236,6 +236,33 @@ class Muon(torch.optim.Optimizer):
         else:
             self.state[parameter].update(new_state(like, master.dtype))
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this rank gave, in the same layout of ranks and owners.
+
+        Raises:
+            ValueError: the state is that of other owners, or has another shape.
+        """
+        live = {p: dict(entries) for p, entries in self.state.items()}
+        super().load_state_dict(state_dict)
+        # torch casts state to the parameter's dtype; ours is the masters': take it from the source.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, parameter in zip(
+            saved, (p for g in self.param_groups for p in g["params"]), strict=True
+        ):
+            name, entries = self._names[parameter], state_dict["state"].get(i, {})
+            mine = live.get(parameter, {})
+            if entries.keys() != mine.keys():
+                raise ValueError(
+                    f"{name}: this rank holds {sorted(mine) or 'no state'}, the state_dict has "
+                    f"{sorted(entries) or 'none'}; it belongs to another rank or layout"
+                )
+            for key, value in entries.items():
+                if mine[key].shape != value.shape:
+                    found, wanted = tuple(value.shape), tuple(mine[key].shape)
+                    raise ValueError(f"{name}: {key}: expected shape {wanted}, got {found}")
+                self.state[parameter][key] = mine[key].copy_(value)
+
     # -- step --------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
