@@ -33,12 +33,14 @@ class Trainer(titan.Trainer):
         if isinstance(self.metrics_processor, ProgressMetrics):
             self.metrics_processor.total_steps = config.training.steps
         logger.info(self.describe())
+        routes = Path(self.config.dump_folder, "routing.txt")
         if isinstance(self.optimizers, MuonContainer):
-            self._say_routes(self.optimizers)
+            self._say_routes(self.optimizers, routes)
+        elif not dist.is_initialized() or dist.get_rank() == 0:
+            routes.unlink(missing_ok=True)  # of an earlier job with owners
 
-    def _say_routes(self, optimizers: MuonContainer) -> None:
+    def _say_routes(self, optimizers: MuonContainer, path: Path) -> None:
         """Log once where parameters go; the full list, one line each, is written to a file."""
-        path = Path(self.config.dump_folder, "routing.txt")
         if not dist.is_initialized() or dist.get_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(map(str, optimizers.routes)) + "\n")

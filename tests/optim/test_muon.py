@@ -110,7 +110,7 @@ def test_every_trainable_parameter_is_in_one_group_and_frozen_ones_in_none() -> 
 
 
 def test_schedules_keep_the_ratio_of_the_rates() -> None:
-    """UC-14: warm-up, then cosine; one shape for all groups, each with its own base rate."""
+    """Warm-up, then cosine; one shape for all groups, each with its own base rate."""
     model = FIXTURES["decoder"].build()
     optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=3e-4)
     schedule = torch.optim.lr_scheduler.SequentialLR(
@@ -150,7 +150,7 @@ def test_a_rate_that_changes_between_steps_takes_effect() -> None:
     assert not last([0.02, 0.0]).any()
 
 
-# -- UC-02 -----------------------------------------------------------------------------------------
+# -- what takes the matrix route ------------------------------------------------------------------
 
 
 def _matches_nothing(name: str, parameter: nn.Parameter) -> bool:
@@ -185,7 +185,7 @@ def test_the_counter_counts_matrices_that_changed() -> None:
 
 
 def test_the_report_of_a_step_says_where_its_time_went() -> None:
-    """UC-10: four parts without gaps. Of ten steps the least disturbed one counts."""
+    """Four parts without gaps. Of ten steps the least disturbed one counts."""
     model = FIXTURES["decoder"].build()
     optimizer = dmuon.Muon(model)
     shares = []
@@ -202,7 +202,7 @@ def test_the_report_of_a_step_says_where_its_time_went() -> None:
     assert max(shares) >= 0.9 and max(shares) <= 1
 
 
-# -- UC-03 and UC-04 -------------------------------------------------------------------------------
+# -- fused and stacked weights ---------------------------------------------------------------------
 
 
 def test_rows_that_do_not_add_up_are_refused_by_name() -> None:

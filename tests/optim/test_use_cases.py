@@ -1,4 +1,4 @@
-"""What people who train with Muon need, on several ranks: user_needs UC-02, 05, 06, 08 and 09."""
+"""What people who train with Muon need, on several ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.worlds import run_world
 
 ONE_STEP = [(1, 1), (1, 2), (2, 2), (1, 4)]
 
-# UC-05: one batch whole, in four micro-batches, and in four with synchronisation put off.
+# One batch whole, in four micro-batches, and in four with synchronisation put off.
 CUTS = {"whole": (1, False), "cut": (4, False), "deferred": (4, True)}
 ACCUMULATION = {
     (mesh, cut): Case(f"uc05-{mesh}-{cut}", "heads", mesh, accumulate=n, defer=defer)
     for mesh in ONE_STEP
     for cut, (n, defer) in CUTS.items()
 }
-# UC-06: a limit that is never reached, one that always is, and one for the AdamW route only.
+# A limit that is never reached, one that always is, and one for the AdamW route only.
 LIMITS = {"wide": 1e9, "tight": 1e-2}
 CLIPPING = {
     (mesh, limit): Case(f"uc06-{mesh}-{limit}", "decoder", mesh, steps=1, clip=LIMITS[limit])
     for mesh in ONE_STEP
     for limit in LIMITS
 }
-# UC-09: fewer matrices than ranks.
+# Fewer matrices than ranks.
 FEW = {
     (mesh, n): Case(f"uc09-{mesh}-{n}", f"heads{n}", mesh, steps=2, clip=1.0)
     for mesh in [(1, 4), (2, 2)]
@@ -42,7 +42,7 @@ CASES = [*ACCUMULATION.values(), *CLIPPING.values(), *FEW.values()]
 
 @pytest.mark.parametrize("mesh", ONE_STEP, ids=str)
 def test_accumulation_is_a_detail_of_the_batch(mesh: tuple[int, int]) -> None:
-    """UC-05: gradients of F1 are exact, so weights and momenta agree to the last bit."""
+    """Gradients of F1 are exact, so weights and momenta agree to the last bit."""
     whole = outcomes(ACCUMULATION[mesh, "whole"], CASES)
     matrices = whole[0].num_matrices
     assert matrices == 3 + 5 + 9
@@ -64,7 +64,7 @@ def _clipped(ranks: int, limit: float) -> reference.Trace:
 
 @pytest.mark.parametrize("mesh", ONE_STEP, ids=str)
 def test_clipping_acts_on_gradients_never_on_the_update(mesh: tuple[int, int]) -> None:
-    """UC-06: the norm is that of raw gradients, matrices move alike, AdamW's momentum scales."""
+    """The norm is that of raw gradients, matrices move alike, AdamW's momentum scales."""
     names = reference.matrix_names(FIXTURES["decoder"].build())
     results = {limit: outcomes(CLIPPING[mesh, limit], CASES) for limit in LIMITS}
     for limit, ranks in results.items():
@@ -88,7 +88,7 @@ def test_clipping_acts_on_gradients_never_on_the_update(mesh: tuple[int, int]) -
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2)], ids=str)
 def test_more_ranks_than_matrices(mesh: tuple[int, int], n: int) -> None:
-    """UC-09: ranks that own nothing take part, and the update is the same."""
+    """Ranks that own nothing take part, and the update is the same."""
     expected = reference.train(FIXTURES[f"heads{n}"], ranks=4, steps=2, clip=1.0)
     results = outcomes(FEW[mesh, n], CASES)
     for step in range(2):
@@ -115,7 +115,7 @@ def test_the_report_shows_idle_ranks() -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    """UC-08: with as many matrices as ranks and more, every rank of the 2 x 2 mesh owns some."""
+    """With as many matrices as ranks and more, every rank of the 2 x 2 mesh owns some."""
     results = outcomes(ACCUMULATION[(2, 2), "whole"], CASES)
     for step in range(3):
         counts = [r.orthogonalized[step] for r in results]
@@ -134,7 +134,7 @@ def _select_nothing() -> str:
 
 
 def test_a_predicate_that_matches_nothing_raises_on_all_ranks() -> None:
-    """UC-02: at once, naming the predicate, so that nobody waits for a rank that left."""
+    """At once, naming the predicate, so that nobody waits for a rank that left."""
     assert all("_nothing" in message for message in run_world(2, _select_nothing))
 
 
@@ -154,7 +154,7 @@ def _scaled_matrices(scale: bool) -> dict[str, float]:
 
 
 def test_scaling_of_matrix_gradients_is_a_choice() -> None:
-    """UC-06: `scale_matrices=False` keeps matrices out of the scaling, and nothing else."""
+    """`scale_matrices=False` keeps matrices out of the scaling, and nothing else."""
     scaled, kept = _scaled_matrices(True), _scaled_matrices(False)
     for name in reference.matrix_names(FIXTURES["decoder"].build()):
         assert kept[name] > 10 * scaled[name], name

@@ -49,7 +49,7 @@ class Fixture:
 # -- F1 ----------------------------------------------------------------------------------------
 
 UNEVEN = ((7, 5), (1, 40), (40, 1), (3, 200), (200, 3), (72, 24))
-"""Shapes of UC-19: no world size divides them all."""
+"""Shapes of No world size divides them all."""
 
 SHAPES = ((48, 32), (33, 64), (96, 96), (96, 48), (5, 24, 16), *UNEVEN)
 FUSED_INDEX, STACK_INDEX = 3, 4

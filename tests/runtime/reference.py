@@ -70,7 +70,7 @@ def train(
     per_slice: int = 1,
     torch_muon: bool = False,
 ) -> Trace:
-    """Train. `per_slice` > 1 cuts each matrix into row slices (the control of UC-01); `torch_muon`
+    """Train. `per_slice` > 1 cuts each matrix into row slices; `torch_muon`
     takes torch.optim.Muon (which iterates in bfloat16, and knows plain matrices only)."""
     model = fixture.build()
     names = matrix_names(model)

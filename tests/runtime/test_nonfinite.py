@@ -1,4 +1,4 @@
-"""UC-20 and UC-18: a bad gradient costs one step, a missing one nothing; ranks always agree."""
+"""A bad gradient costs one step, a missing one nothing; ranks always agree."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 
 import torchtitan_dmuon as dmuon
 from tests.runtime.heads import as_lists, full_weights
-from tests.runtime.plain import Stack, Run, dedicate, open_world
+from tests.runtime.plain import Run, Stack, dedicate, open_world
 from tests.worlds import RankFailed, run_world
 
 

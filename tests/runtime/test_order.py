@@ -1,4 +1,4 @@
-"""UC-23 and UC-21: communication order does not depend on timing, and replicas stay identical."""
+"""Communication order does not depend on timing, and replicas stay identical."""
 
 from __future__ import annotations
 

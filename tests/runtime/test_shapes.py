@@ -1,4 +1,4 @@
-"""UC-19, UC-09: any shape works at any world size, with more ranks than matrices too."""
+"""Any shape works at any world size, with more ranks than matrices too."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_collectives_underneath_carry_the_same_bytes(mesh: tuple[int, int], sett
 
 @each_run
 def test_the_step_moves_scalars_and_publishes_only(mesh: tuple[int, int], setting: str) -> None:
-    """No gradient, momentum or weight but the new one travels at the update (UC-10)."""
+    """No gradient, momentum or weight but the new one travels at the update."""
     rows = mesh[0]
     for log in _logs(mesh)[setting]:
         for step in range(STEPS):
@@ -243,7 +243,7 @@ def test_the_step_moves_scalars_and_publishes_only(mesh: tuple[int, int], settin
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2)], ids=str)
 def test_bytes_do_not_grow_with_newton_schulz(mesh: tuple[int, int]) -> None:
-    """UC-10: 3 and 7 iterations move the same bytes; deferred micro-batches reduce once."""
+    """3 and 7 iterations move the same bytes; deferred micro-batches reduce once."""
     logs = _logs(mesh)
     for rank in range(mesh[0] * mesh[1]):
         assert sorted(logs["ns3"][rank].calls) == sorted(logs["ns7"][rank].calls)

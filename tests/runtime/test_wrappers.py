@@ -1,4 +1,4 @@
-"""UC-15 and UC-16: wrappers change nothing; one process needs no process group."""
+"""Wrappers change nothing; one process needs no process group."""
 
 from __future__ import annotations
 

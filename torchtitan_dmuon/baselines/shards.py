@@ -32,12 +32,26 @@ class ShardGroup(Group):
         self._stride = position
 
     def _gather(self, after: list[Event]) -> Event:
+        return self._fill(self.buffer, after)
+
+    @torch.no_grad()
+    def gather_masters(self) -> torch.Tensor:
+        whole = torch.empty(self.layout.numel, dtype=self.precision.master, device=self.device)
+        if self.columns > 1:
+            self._fill(whole, [mark(self.device)]).wait()
+        else:
+            for s in self.owned:
+                whole[s.offset : s.offset + s.numel] = self.masters[s]
+        return whole
+
+    def _fill(self, buffer: torch.Tensor, after: list[Event]) -> Event:
+        """Gather all shards into a buffer laid out as this group's, in the buffer's dtype."""
         assert self.communicator is not None
-        staging = self.buffer.new_empty(self.columns * self._stride)
-        shard = self.buffer.new_zeros(self._stride)
+        staging = buffer.new_empty(self.columns * self._stride)
+        shard = buffer.new_zeros(self._stride)
         masters = [(self._in_shard(shard, s), self.masters[s]) for s in self.owned]
         targets = [
-            (self.buffer[s.offset : s.offset + s.numel], self._in_staging(staging, s))
+            (buffer[s.offset : s.offset + s.numel], self._in_staging(staging, s))
             for s in self.layout.segments
         ]
 

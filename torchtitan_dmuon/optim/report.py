@@ -56,6 +56,12 @@ class RoutingReport:
             numel = sum(torch.Size(row.shape).numel() for row in rows)
             extra = f" ({self.num_matrices} matrices)" if route == "matrix" else ""
             parts.append(f"{route}: {len(rows)} parameters{extra}, {numel:,} elements")
+        outside = [r.name for r in self.rows if r.route == "adamw" and len(r.shape) > 1]
+        if outside:
+            more = f" and {len(outside) - 6} more" if len(outside) > 6 else ""
+            parts.append(
+                f"weights of two and more dimensions on AdamW: {', '.join(outside[:6])}{more}"
+            )
         return "; ".join(parts)
 
     def __str__(self) -> str:

@@ -102,7 +102,8 @@ def wait_for_publish(model: nn.Module) -> None:
 def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     """Hold the full owned parameters of a module and its children. Collective.
 
-    For initialisation, inspection and export; layer by layer, no rank holds the whole model.
+    For initialisation, inspection and export; layer by layer, no rank holds the whole model. The
+    values are the masters, in float32 whatever `param_dtype` is.
 
     Args:
         module: The model, a layer, or what wraps them.

@@ -122,8 +122,9 @@ def dedicate_params(
             are taken from each matrix's owner (in mode "gather" from each row's shards).
         mesh: 1-D: the shard axis (FSDP). 2-D: (replicate, shard) as `fully_shard` takes it (HSDP; a
             shard axis of size 1 is DDP). None: one process, no communication.
-        predicate: (canonical name, parameter) -> whether it holds matrices. None: 2-D and 3-D
-            weights inside the layers, never embeddings or the output head.
+        predicate: (canonical name, parameter) -> whether it holds matrices. None: 2-D weights and
+            3-D stacks of them inside the layers; not embeddings, what is named like an output head
+            or has an embedding's shape, or convolutions.
         replicate_mesh: 1-D mesh of the replicate axis, if `mesh` is the 1-D shard axis of HSDP.
         hook_boundary_predicate: (canonical name, module) -> whether it is a layer: what is
             gathered and reduced together. None: the items of the model's block list, see

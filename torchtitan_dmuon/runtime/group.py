@@ -86,6 +86,7 @@ class Group(ABC):
             first reduction after `zero_grad`.
         present: Names of the parameters that had a gradient on this rank since `zero_grad`.
         uses: Modules that are running and need the parameters.
+        exposed: Whether `full_params` shows the parameters now.
         pieces: The segments of this column, in the portions that are updated and published.
     """
 
@@ -118,6 +119,7 @@ class Group(ABC):
         self.owned = [s for s in self.led if s.row in (self.row, -1)]
         self.state = GroupState.FREED
         self.uses = 0
+        self.exposed = False
         self.fired: set[int] = set()
         self.present: set[str] = set()
         self.gradients: dict[Segment, torch.Tensor] = {}
@@ -275,6 +277,38 @@ class Group(ABC):
     @abstractmethod
     def _gather(self, after: list[Event]) -> Event: ...
 
+    @abstractmethod
+    def gather_masters(self) -> torch.Tensor:
+        """Return a buffer with all masters, in their dtype, on every rank. Collective; waits."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parameters, once gathered, have the masters' own dtype."""
+        return self.precision.master == self.precision.compute
+
+    def expose(self) -> None:
+        """Show full parameters in the masters' dtype: `full_params`. Collective."""
+        self.exposed = True
+        if self.exact:
+            self.uses += 1
+            self.finish_gather()
+            return
+        whole = self.gather_masters()
+        for offset, entry in zip(self.layout.offsets, self.parameters, strict=True):
+            entry.parameter.data = _part(whole, offset, entry.numel).view(entry.shape)
+
+    def conceal(self) -> None:
+        """End `expose`."""
+        self.exposed = False
+        if self.exact:
+            self.uses -= 1
+            if not self.uses:
+                self.free()
+            return
+        gathered = self.state is GroupState.GATHERED
+        for entry, view in zip(self.parameters, self.views, strict=True):
+            entry.parameter.data = view if gathered else self._placeholder.expand(entry.shape)
+
     def _wait_resident(self) -> None:
         """Order the caller after what still writes to a resident buffer."""
         if self.resident:
@@ -411,6 +445,26 @@ class OwnerGroup(Group):
         after = [*after, *self._publishing]
         self._publishing = []
         return self.communicator.gather(self.name, self.buffer, runs, after, first)
+
+    @torch.no_grad()
+    def gather_masters(self) -> torch.Tensor:
+        whole = torch.empty(self.layout.numel, dtype=self.precision.master, device=self.device)
+        for s in self.owned:
+            _part(whole, s.offset, s.numel).copy_(self.masters[s])
+        if self.communicator is None:
+            return whole
+        events = []
+        for piece in self.pieces if self.rows > 1 else ():
+            part = _join([_part(whole, s.offset, s.numel) for s in piece])
+            after = [mark(self.device)]
+            events.append(self.communicator.publish(self.name, part, piece[0].row, after))
+        for event in events:
+            event.wait()
+        if self.columns > 1:
+            runs = self.layout.runs(self._everything, columns_only=True)
+            after = [mark(self.device)]
+            self.communicator.gather(self.name, whole, runs, after, lambda: None).wait()
+        return whole
 
     def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None:
         mine = [s for s in self.owned if s.parameter in trainable]

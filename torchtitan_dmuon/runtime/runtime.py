@@ -112,6 +112,11 @@ class Runtime:
 
     def _bring_in(self, site: Site, *, runs: bool) -> None:
         for group in site.groups:
+            if group.exposed and not group.exact:
+                raise RuntimeError(
+                    f"{site.name or 'the model'} runs inside full_params, where its weights have "
+                    f"{group.precision.master} and not {group.precision.compute}"
+                )
             group.uses += 1
             group.start_gather()
         self._prefetch(site)
@@ -408,20 +413,18 @@ class Runtime:
         if self._stale:
             self.publish_all()
         for group in groups:
-            group.uses += 1
-            group.start_gather()
+            if group.exact:
+                group.start_gather()
         for group in groups:
-            group.finish_gather()
+            group.expose()
         try:
             yield
         finally:
             for group in groups:
-                group.uses -= 1
                 if writeback:
                     for index, entry in enumerate(group.parameters):
                         group.write(index, entry.parameter)
-                if not group.uses:
-                    group.free()
+                group.conceal()
             if writeback:
                 self.mark_stale()
 

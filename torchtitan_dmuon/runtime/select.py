@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn as nn
+from torch.nn.modules.conv import _ConvNd as _Convolution
 
 from torchtitan_dmuon.arguments import expect
 from torchtitan_dmuon.ownership import Layer, LayerParameter, MatrixSpec
@@ -49,9 +51,10 @@ def find_layers(model: nn.Module, predicate: ModulePredicate | None) -> list[tup
     """Return the modules that are gathered and reduced as one, with canonical names.
 
     Without a predicate these are the items of the outermost containers (ModuleList, ModuleDict,
-    Sequential) whose items are all of one class, e.g. transformer blocks; in a model without such
-    containers its direct children that hold parameters; failing that, the model. Embeddings and
-    what is named like an output head are never layers.
+    Sequential) whose items are all of one class, e.g. transformer blocks, or of the outermost
+    ModuleLists of blocks of several classes; in a model without such containers its direct children
+    that hold parameters; failing that, the model. Embeddings and what is named like an output head
+    are never layers.
 
     Raises:
         ValueError: the predicate selects no module, or one inside another.
@@ -100,11 +103,20 @@ def _search(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) 
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         items = list(child.named_children())
-        same = len({type(item) for _, item in items}) == 1
-        if isinstance(child, _CONTAINERS) and same and not isinstance(items[0][1], _LISTS):
+        if isinstance(child, _CONTAINERS) and _holds_layers(child, [item for _, item in items]):
             found += [(f"{full}.{key}", i) for key, i in items if _may_be_layer(name, i)]
         else:
             _search(child, f"{full}.", found)
+
+
+def _holds_layers(container: nn.Module, items: list[nn.Module]) -> bool:
+    if not items or any(isinstance(item, _LISTS) for item in items):
+        return False
+    if len({type(item) for item in items}) == 1:
+        return True
+    # Blocks of several kinds, but not a layer's own parts: those are often single operations.
+    blocks = all(any(True for _ in item.children()) for item in items)
+    return isinstance(container, nn.ModuleList) and blocks
 
 
 def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
@@ -138,13 +150,14 @@ def select(
         NotImplementedError: a chosen parameter is sharded already (DTensor).
     """
     homes, places = _registrations(model, layers)
+    default = _Default(model)
     names = {p: canonical_name(n) for n, p in model.named_parameters()}
     reader = _Specs(specs or {})
     result = [SelectedLayer(name, module, [], set()) for name, module in layers]
     chosen = 0
     for parameter, name in names.items():
         home = homes[parameter]
-        is_matrix = _is_matrix(name, parameter, predicate)
+        is_matrix = bool(predicate(name, parameter) if predicate else default(name, parameter))
         if home == {None} or (None in home and not (is_matrix and predicate)):
             continue
         if None in home:
@@ -198,13 +211,33 @@ def _registrations(
     return homes, places
 
 
-def _is_matrix(name: str, parameter: nn.Parameter, predicate: ParameterPredicate | None) -> bool:
-    if predicate is not None:
-        return bool(predicate(name, parameter))
-    if not parameter.is_floating_point() or parameter.ndim not in (2, 3):
-        return False
-    parts = name.split(".")
-    return not any(part in _HEADS or "embed" in part for part in parts[:-1])
+class _Default:
+    """What holds matrices unless the user says: 2-D weights, and 3-D stacks of them.
+
+    Not embeddings (by type, by name or by the shape of one, which untied heads have), output heads
+    (by name), convolutions, or 3-D tensors of vectors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._others: set[nn.Parameter] = set()
+        self._embeddings: set[torch.Size] = set()
+        for module in model.modules():
+            own = [p for p in module._parameters.values() if p is not None]
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                self._embeddings.update(p.shape for p in own)
+                self._others.update(own)
+            elif isinstance(module, _Convolution):
+                self._others.update(own)
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> bool:
+        if not parameter.is_floating_point() or parameter.ndim not in (2, 3):
+            return False
+        if parameter in self._others or parameter.shape in self._embeddings:
+            return False
+        if parameter.ndim == 3 and min(parameter.shape[1:]) == 1:
+            return False
+        parts = name.split(".")
+        return not any(part in _HEADS or "embed" in part for part in parts[:-1])
 
 
 def _check_plain(name: str, parameter: nn.Parameter) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn as nn
 
-from torchtitan_dmuon.runtime.group import Group, GroupState
+from torchtitan_dmuon.runtime.group import Group
 
 
 class Hooks(Protocol):
@@ -60,7 +60,8 @@ class Site:
             return
 
         def check(*_: object) -> None:
-            if self.group is not None and self.group.state is not GroupState.GATHERED:
+            group = self.group
+            if group is not None and not (group.exposed or (group.resident and group.exact)):
                 raise RuntimeError(
                     f"{self.name or 'the model'}: its owned parameters are not gathered; read or "
                     "write a state_dict inside `with full_params(model):` (writeback=True to load)"
