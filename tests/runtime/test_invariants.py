@@ -267,6 +267,14 @@ def _disagree(what: str) -> str:
     try:
         if what == "owners":
             dedicate(fixture.build(), mesh, small_matrix_numel=10**6 if odd else 10)
+        elif what == "reduce_dtype":
+            dedicate(fixture.build(), mesh, reduce_dtype=torch.bfloat16 if odd else torch.float32)
+        elif what == "reshard_after_forward":
+            dedicate(fixture.build(), mesh, reshard_after_forward=odd)
+        elif what == "requires_grad":
+            model = fixture.build()
+            model.layers[0].requires_grad_(odd)  # type: ignore[union-attr, index]
+            dedicate(model, mesh)
         else:
             # The same units and owners, another order of the parameters in memory.
             model = fixture.build()
@@ -280,7 +288,9 @@ def _disagree(what: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["owners", "offsets"])
+@pytest.mark.parametrize(
+    "what", ["owners", "offsets", "reduce_dtype", "reshard_after_forward", "requires_grad"]
+)
 def test_a_mismatch_stops_all_ranks_and_names_both_values(what: str) -> None:
     messages = run_world(2, _disagree, what)
     assert messages[0] == messages[1]

@@ -24,7 +24,7 @@ class C10dCommunicator(Communicator):
     Args:
         ranks: Global rank at each (row, column) of the mesh.
         device: Where the tensors live; picks the backend.
-        timeout: Limit of each operation; None takes that of the default process group.
+        timeout: Limit of each operation; None: 30 minutes.
 
     Collective over the ranks of the mesh.
     """
@@ -39,7 +39,7 @@ class C10dCommunicator(Communicator):
         self._row_ranks = list(ranks[self.row])
         self._column_ranks = [row[self.column] for row in ranks]
         self._all_ranks = flat
-        seconds = timeout.total_seconds() if timeout else 1800.0
+        timeout = timeout or timedelta(minutes=30)
         self._streams: dict[str, Stream] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
         # The paper's first version: kernels inside a node go before those across nodes.
@@ -57,7 +57,10 @@ class C10dCommunicator(Communicator):
             )
             if name != "exchange":
                 self._streams[name] = open_stream(
-                    device, f"dmuon_{name}", timeout_seconds=seconds, high_priority=high
+                    device,
+                    f"dmuon_{name}",
+                    timeout_seconds=timeout.total_seconds(),
+                    high_priority=high,
                 )
 
     def gather(

@@ -147,7 +147,7 @@ def dedicate_params(
         prefetch_depth: Layers gathered ahead of the running one, forward and backward.
         gradient_divide_factor: Gradients are the sum over ranks divided by this. None: the number
             of ranks.
-        timeout: Limit of a communication operation. None: that of the default process group.
+        timeout: Limit of a communication operation. None: 30 minutes, as torch's own groups.
 
     Returns:
         Owned parameters, assignment and its balance.
@@ -194,9 +194,10 @@ def dedicate_params(
         owner_layout(i, layer, result) if mode == "owner" else shard_layout(layer, owner_mesh)
         for i, layer in enumerate(planned)
     ]
-    _agree(communicator, result, layouts)
     divide = owner_mesh.size if gradient_divide_factor is None else gradient_divide_factor
     precisions = [_precision(layer, param_dtype, reduce_dtype) for layer in layers]
+    settings = (mode, reshard_after_forward, prefetch_depth, divide, precisions, _shapes(layers))
+    _agree(communicator, result, layouts, settings)
     kind = OwnerGroup if mode == "owner" else ShardGroup
     groups: list[Group] = [
         kind(x.name, x.parameters, layout, precision, communicator, device, 1 / divide)
@@ -383,21 +384,34 @@ def _cost_table(
     return median([CostTable(dict(zip(keys, row, strict=True)), "measured") for row in rows])
 
 
+def _shapes(layers: Sequence[SelectedLayer]) -> list[tuple[str, tuple[int, ...], bool]]:
+    every = [p for layer in layers for p in layer.parameters]
+    return [(p.name, tuple(p.shape), p.parameter.requires_grad) for p in every]
+
+
 def _agree(
-    communicator: C10dCommunicator | None, assignment: Assignment, layouts: Sequence[Layout]
+    communicator: C10dCommunicator | None,
+    assignment: Assignment,
+    layouts: Sequence[Layout],
+    settings: object,
 ) -> None:
-    """Check that all ranks computed the same owners and offset tables (invariant I6)."""
+    """Check that all ranks computed the same owners and offset tables (invariant I6).
+
+    And that they were given the same `settings`: what decides which collectives run, and on what.
+    """
     if communicator is None:
         return
-    text = "".join([assignment.digest(), *(layout.digest() for layout in layouts)])
+    tables = [assignment.digest(), *(layout.digest() for layout in layouts)]
+    text = "".join([*tables, repr(settings)])
     digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
     mine = torch.tensor([digest], dtype=torch.int64, device=communicator.device)
     values = communicator.collect(mine)[:, 0].tolist()
     for rank, value in enumerate(values):
         if value != values[0]:
             raise RuntimeError(
-                f"ranks disagree on owners and offsets: mesh rank 0 has digest {values[0]:015x}, "
-                f"rank {rank} has {value:015x}; is it the same model with the same arguments?"
+                f"ranks disagree on owners, offsets or settings: mesh rank 0 has digest "
+                f"{values[0]:015x}, rank {rank} has {value:015x}; do all have the same model "
+                "(shapes, dtypes, requires_grad) and the same arguments?"
             )
 
 
