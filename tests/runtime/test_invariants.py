@@ -207,7 +207,8 @@ def _weights(mesh: tuple[int, int]) -> list[dict[torch.dtype, Any]]:
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)], ids=str)
 def test_gathered_weights_are_the_owners(mesh: tuple[int, int], dtype: torch.dtype) -> None:
-    """I3: bit for bit, on every rank, in a forward right after the step and in full_params."""
+    """I3: bit for bit, on every rank: in a forward right after the step in the compute dtype, in
+    full_params in the masters' own."""
     ranks = [rank[dtype] for rank in _weights(mesh)]
     masters = [rank["masters"] for rank in ranks]
     places = [place for owned in masters for place in owned]
@@ -217,11 +218,11 @@ def test_gathered_weights_are_the_owners(mesh: tuple[int, int], dtype: torch.dty
         for (name, start), master in owned.items():
             covered[name] = covered.get(name, 0) + master.numel()
             for number, rank in enumerate(ranks):
-                for view in ("seen", "full"):
+                for view, kind in (("seen", dtype), ("full", FP32)):
                     value = rank[view][name]
-                    assert value.dtype == dtype
+                    assert value.dtype == kind
                     part = value.reshape(-1)[start : start + master.numel()]
-                    assert torch.equal(part, master.to(dtype)), f"{name}, rank {number}, {view}"
+                    assert torch.equal(part, master.to(kind)), f"{name}, rank {number}, {view}"
     assert covered == {name: value.numel() for name, value in ranks[0]["seen"].items()}
 
 

@@ -165,10 +165,13 @@ def select(
                 f"{name}: chosen by predicate, but also used outside the layers (tied weight?); "
                 "leave it to fully_shard"
             )
-        if not is_matrix and (parameter.ndim > 1 or not parameter.is_floating_point()):
-            continue
         if parameter.numel() == 0:
-            continue  # Nothing to own.
+            # No matrix, and FSDP2 cannot reduce a group of nothing: it rides along.
+            is_matrix = False
+        elif not is_matrix and parameter.ndim > 1:
+            continue
+        if not parameter.is_floating_point():
+            continue
         _check_plain(name, parameter)
         matrices = reader.read(name, parameter) if is_matrix else ()
         chosen += len(matrices)
