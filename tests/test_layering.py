@@ -18,7 +18,7 @@ LEVELS = [
     {"comm"},
     {"comm.c10d", "runtime.layout"},
     {"runtime.group"},
-    {"runtime.site", "baselines.shards", "baselines.gather"},
+    {"runtime.site", "runtime.owner_group", "baselines.shards", "baselines.gather"},
     {"runtime.backward"},
     {"runtime.runtime"},
     {"runtime.select", "runtime.gradients"},

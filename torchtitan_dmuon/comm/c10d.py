@@ -110,8 +110,6 @@ class C10dCommunicator(Communicator):
                     for run in runs
                 ]
             )
-            if self.mesh.rows == 1:
-                then()
 
         def across() -> None:
             group = self._groups["reduce_rows"]
@@ -123,14 +121,8 @@ class C10dCommunicator(Communicator):
                     for run in mine
                 ]
             )
-            then()
 
-        if self.mesh.columns > 1:
-            event = self._submit("reduce", label, self._row_ranks, inside, after)
-            if self.mesh.rows == 1:
-                return event
-            after = [event]
-        return self._submit("reduce_rows", label, self._column_ranks, across, after)
+        return self._in_stages(label, inside, across, after, then)
 
     def publish(self, label: str, piece: torch.Tensor, row: int, after: Sequence[Event]) -> Event:
         moved = 0 if row == self.row else piece.numel() * piece.element_size()
@@ -175,21 +167,13 @@ class C10dCommunicator(Communicator):
 
         def inside() -> None:
             dist.reduce_scatter_tensor(shard, buffer, group=self._groups["reduce"])
-            if self.mesh.rows == 1:
-                then()
 
         def across() -> None:
             dist.all_reduce(shard, group=self._groups["reduce_rows"])
-            then()
 
-        if self.mesh.columns > 1:
-            event = self._submit("reduce", label, self._row_ranks, inside, after)
-            if self.mesh.rows == 1:
-                return event
-            after = [event]
-        else:
+        if self.mesh.columns == 1:
             shard.copy_(buffer)
-        return self._submit("reduce_rows", label, self._column_ranks, across, after)
+        return self._in_stages(label, inside, across, after, then)
 
     def exchange(self, values: torch.Tensor) -> None:
         self.traffic.add("exchange", "scalars", values.numel() * values.element_size())
@@ -214,6 +198,29 @@ class C10dCommunicator(Communicator):
             stream.close()
         self._streams.clear()
         self._groups.clear()
+
+    def _in_stages(
+        self,
+        label: str,
+        inside: Callable[[], None],
+        across: Callable[[], None],
+        after: Sequence[Event],
+        then: Callable[[], None],
+    ) -> Event:
+        """Reduce in the row, then across rows; `then` runs behind the last stage there is."""
+
+        def last(stage: Callable[[], None]) -> Callable[[], None]:
+            def work() -> None:
+                stage()
+                then()
+
+            return work
+
+        if self.mesh.rows == 1:
+            return self._submit("reduce", label, self._row_ranks, last(inside), after)
+        if self.mesh.columns > 1:
+            after = [self._submit("reduce", label, self._row_ranks, inside, after)]
+        return self._submit("reduce_rows", label, self._column_ranks, last(across), after)
 
     def _submit(
         self,

@@ -243,25 +243,30 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: the state is that of other owners, or has another shape.
         """
-        live = {p: dict(entries) for p, entries in self.state.items()}
+        mine = {p: dict(entries) for p, entries in self.state.items()}
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        members = [p for group in self.param_groups for p in group["params"]]
+        loaded = {p: state_dict["state"].get(i, {}) for i, p in zip(ids, members, strict=False)}
+        # All checks before the first write: a refused state leaves the optimizer as it was.
+        for parameter, entries in loaded.items():
+            self._check_loaded(parameter, entries)
         super().load_state_dict(state_dict)
         # torch casts state to the parameter's dtype; ours is the masters': take it from the source.
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, parameter in zip(
-            saved, (p for g in self.param_groups for p in g["params"]), strict=True
-        ):
-            name, entries = self._names[parameter], state_dict["state"].get(i, {})
-            mine = live.get(parameter, {})
-            if entries.keys() != mine.keys():
-                raise ValueError(
-                    f"{name}: this rank holds {sorted(mine) or 'no state'}, the state_dict has "
-                    f"{sorted(entries) or 'none'}; it belongs to another rank or layout"
-                )
+        for parameter, entries in loaded.items():
             for key, value in entries.items():
-                if mine[key].shape != value.shape:
-                    found, wanted = tuple(value.shape), tuple(mine[key].shape)
-                    raise ValueError(f"{name}: {key}: expected shape {wanted}, got {found}")
-                self.state[parameter][key] = mine[key].copy_(value)
+                self.state[parameter][key] = mine[parameter][key].copy_(value)
+
+    def _check_loaded(self, parameter: nn.Parameter, entries: dict[str, torch.Tensor]) -> None:
+        name, mine = self._names[parameter], self.state.get(parameter, {})
+        if entries.keys() != mine.keys():
+            raise ValueError(
+                f"{name}: this rank holds {sorted(mine) or 'no state'}, the state_dict has "
+                f"{sorted(entries) or 'none'}; it belongs to another rank or layout"
+            )
+        for key, value in entries.items():
+            if mine[key].shape != value.shape:
+                found, wanted = tuple(value.shape), tuple(mine[key].shape)
+                raise ValueError(f"{name}: {key}: expected shape {wanted}, got {found}")
 
     # -- step --------------------------------------------------------------------------------
 

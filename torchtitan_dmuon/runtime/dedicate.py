@@ -32,8 +32,9 @@ from torchtitan_dmuon.ownership import (
     model_cost,
     summarize,
 )
-from torchtitan_dmuon.runtime.group import Group, OwnerGroup, Precision
+from torchtitan_dmuon.runtime.group import Group, Precision
 from torchtitan_dmuon.runtime.layout import Layout, owner_layout, shard_layout
+from torchtitan_dmuon.runtime.owner_group import OwnerGroup
 from torchtitan_dmuon.runtime.runtime import Runtime
 from torchtitan_dmuon.runtime.select import (
     ModulePredicate,

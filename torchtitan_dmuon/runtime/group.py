@@ -19,7 +19,7 @@ import torch.nn as nn
 from torchtitan_dmuon.comm import Communicator, Event
 from torchtitan_dmuon.comm.streams import mark
 from torchtitan_dmuon.ownership import Matrix
-from torchtitan_dmuon.runtime.layout import ALIGNMENT_NUMEL, Layout, Segment
+from torchtitan_dmuon.runtime.layout import Layout, Segment, align
 
 Places = list[tuple[nn.Module, str]]
 
@@ -138,7 +138,7 @@ class Group(ABC):
         p = self.precision
         self._make_buffer()
         if self.resident:
-            self.copies = {s: _part(self.buffer, s.offset, s.numel) for s in self.led}
+            self.copies = {s: part(self.buffer, s.offset, s.numel) for s in self.led}
         else:
             self.copies = self._flat(self.led, p.compute) if self.has_copy else {}
         if self.copies and p.master == p.compute:
@@ -155,7 +155,7 @@ class Group(ABC):
         dtype = self.precision.compute
         self.buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.views = [
-            _part(self.buffer, offset, entry.numel).view(entry.shape)
+            part(self.buffer, offset, entry.numel).view(entry.shape)
             for offset, entry in zip(self.layout.offsets, self.parameters, strict=True)
         ]
         # After the views: a view of a storage without bytes cannot be made, but it can lose them.
@@ -202,9 +202,9 @@ class Group(ABC):
         starts, position = [], 0
         for s in segments:
             starts.append(position)
-            position += -(-s.numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+            position += align(s.numel)
         flat = torch.empty(position, dtype=dtype, device=self.device)
-        return {s: _part(flat, start, s.numel) for s, start in zip(segments, starts, strict=True)}
+        return {s: part(flat, start, s.numel) for s, start in zip(segments, starts, strict=True)}
 
     def memory_bytes(self) -> dict[str, int]:
         """Return this rank's bytes by purpose: masters, copies, gradients, gathered, unsynced."""
@@ -218,12 +218,6 @@ class Group(ABC):
             "gathered": gathered,
             "unsynced": 0 if self._unsynced is None else _bytes([self._unsynced]),
         }
-
-    def master_of(self, name: str) -> list[tuple[Segment, torch.Tensor]]:
-        """Return this rank's segments of a parameter with their masters."""
-        return [
-            (s, m) for s, m in self.masters.items() if self.parameters[s.parameter].name == name
-        ]
 
     @torch.no_grad()
     def write(self, index: int, full: torch.Tensor) -> None:
@@ -295,7 +289,7 @@ class Group(ABC):
             return
         whole = self.gather_masters()
         for offset, entry in zip(self.layout.offsets, self.parameters, strict=True):
-            entry.parameter.data = _part(whole, offset, entry.numel).view(entry.shape)
+            entry.parameter.data = part(whole, offset, entry.numel).view(entry.shape)
 
     def conceal(self) -> None:
         """End `expose`."""
@@ -337,7 +331,7 @@ class Group(ABC):
         packed = torch.empty(self.layout.numel, dtype=self.precision.reduce, device=self.device)
         for index in trainable:
             entry = self.parameters[index]
-            place = _part(packed, self.layout.offsets[index], entry.numel)
+            place = part(packed, self.layout.offsets[index], entry.numel)
             gradient = entry.parameter.grad
             if gradient is None:
                 place.zero_()
@@ -346,12 +340,12 @@ class Group(ABC):
                 self.present.add(entry.name)
                 entry.parameter.grad = None
             if self._unsynced is not None:
-                place.add_(_part(self._unsynced, self.layout.offsets[index], entry.numel))
+                place.add_(part(self._unsynced, self.layout.offsets[index], entry.numel))
         if not sync:
             # Nothing yet from a parameter that is unfrozen later: zero, not garbage.
             for index in self._everything.difference(trainable):
                 offset = self.layout.offsets[index]
-                _part(packed, offset, self.parameters[index].numel).zero_()
+                part(packed, offset, self.parameters[index].numel).zero_()
             self._unsynced = packed
             return None
         self._unsynced = None
@@ -403,108 +397,9 @@ class Group(ABC):
         """Order the caller after all publishes so far."""
 
 
-class OwnerGroup(Group):
-    """A group whose every segment has one owner in the whole mesh (line C)."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        # Paper section 4.4: one more resident copy per node, as soon as there are several.
-        self.has_copy = self.rows > 1 or self.resident
-        self._publishing: list[Event] = []
-        self.pieces = self._cut()
-
-    def _cut(self) -> list[list[Segment]]:
-        """Cut the led segments into what is published as one: same unit, side by side."""
-        pieces: list[list[Segment]] = []
-        for s in self.led:
-            last = pieces[-1][-1] if pieces else None
-            near = last and s.offset - (last.offset + last.numel) < ALIGNMENT_NUMEL
-            if last and near and last.unit == s.unit and last.row == s.row:
-                pieces[-1].append(s)
-            else:
-                pieces.append([s])
-        return pieces
-
-    def _gather(self, after: list[Event]) -> Event:
-        assert self.communicator is not None
-        runs = self.layout.runs(self._everything, columns_only=True)
-        sources = [
-            (
-                _part(self.buffer, s.offset, s.numel),
-                self.copies[s] if self.copies else self.masters[s],
-            )
-            for s in self.led
-        ]
-
-        def first() -> None:
-            with torch.no_grad():
-                for target, source in sources:
-                    target.copy_(source)
-
-        # The only place that waits for a publish: the row's next gather of what it delivers.
-        after = [*after, *self._publishing]
-        self._publishing = []
-        return self.communicator.gather(self.name, self.buffer, runs, after, first)
-
-    @torch.no_grad()
-    def gather_masters(self) -> torch.Tensor:
-        whole = torch.empty(self.layout.numel, dtype=self.precision.master, device=self.device)
-        for s in self.owned:
-            _part(whole, s.offset, s.numel).copy_(self.masters[s])
-        if self.communicator is None:
-            return whole
-        events = []
-        for piece in self.pieces if self.rows > 1 else ():
-            part = _join([_part(whole, s.offset, s.numel) for s in piece])
-            after = [mark(self.device)]
-            events.append(self.communicator.publish(self.name, part, piece[0].row, after))
-        for event in events:
-            event.wait()
-        if self.columns > 1:
-            runs = self.layout.runs(self._everything, columns_only=True)
-            after = [mark(self.device)]
-            self.communicator.gather(self.name, whole, runs, after, lambda: None).wait()
-        return whole
-
-    def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None:
-        mine = [s for s in self.owned if s.parameter in trainable]
-        accumulate = self._accumulator([(s, _part(packed, s.offset, s.numel)) for s in mine])
-        if self.communicator is None:
-            accumulate()
-            return None
-        runs = self.layout.runs(trainable, columns_only=False)
-        return self.communicator.reduce(self.name, packed, runs, [mark(self.device)], accumulate)
-
-    @torch.no_grad()
-    def publish(self, piece: Sequence[Segment]) -> None:
-        if not self.copies:
-            return
-        if piece[0].row == self.row and self.precision.master != self.precision.compute:
-            for s in piece:
-                self.copies[s].copy_(self.masters[s])
-        if self.rows > 1:
-            assert self.communicator is not None
-            label = f"{self.name}:{self.parameters[piece[0].parameter].name}"
-            joined = _join([self.copies[s] for s in piece])
-            self._publishing.append(
-                self.communicator.publish(label, joined, piece[0].row, [mark(self.device)])
-            )
-
-    def wait_for_publish(self) -> None:
-        for event in self._publishing:
-            event.wait()
-        self._publishing = []
-
-
-def _part(flat: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
+def part(flat: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
+    """Return a stretch of a flat tensor."""
     return flat[offset : offset + numel]
-
-
-def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one view over parts that lie side by side in one storage, gaps included."""
-    first, last = parts[0], parts[-1]
-    end = last.storage_offset() + last.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def _bytes(tensors: object) -> int:

@@ -70,7 +70,7 @@ class Layout:
             if s.parameter not in parameters or s.numel == 0:
                 continue
             last = runs[-1] if runs else None
-            near = last is not None and s.offset - previous_end < ALIGNMENT_NUMEL
+            near = last is not None and are_neighbours(previous_end, s)
             if last and near and s.column == last.column and (columns_only or s.row == last.row):
                 runs[-1] = Run(last.offset, s.offset + s.numel - last.offset, last.row, last.column)
             else:
@@ -106,7 +106,7 @@ def owner_layout(layer_index: int, layer: Layer, assignment: Assignment) -> Layo
 
     offsets, result, position = [0] * len(pieces), [], 0
     for index in sorted(range(len(pieces)), key=key):
-        position = _align(position)
+        position = align(position)
         offsets[index] = position
         for start, numel, matrices, (owner, unit) in pieces[index]:
             row, column = mesh.row(owner), mesh.column(owner)
@@ -114,19 +114,19 @@ def owner_layout(layer_index: int, layer: Layer, assignment: Assignment) -> Layo
                 Segment(index, start, numel, position + start, row, column, unit, matrices)
             )
         position += layer.parameters[index].numel
-    return Layout(tuple(offsets), _align(position), tuple(result))
+    return Layout(tuple(offsets), align(position), tuple(result))
 
 
 def shard_layout(layer: Layer, mesh: OwnerMesh) -> Layout:
     """Lay out a layer as FSDP2 shards it: dimension 0 in `columns` parts, the last ones short."""
     offsets, result, position = [], [], 0
     for index, p in enumerate(layer.parameters):
-        position = _align(position)
+        position = align(position)
         offsets.append(position)
         for column, (start, numel) in enumerate(shards(p.shape, mesh.columns)):
             result.append(Segment(index, start, numel, position + start, -1, column, -1, ()))
         position += p.numel
-    return Layout(tuple(offsets), _align(position), tuple(result))
+    return Layout(tuple(offsets), align(position), tuple(result))
 
 
 def shards(shape: Sequence[int], columns: int) -> list[tuple[int, int]]:
@@ -140,5 +140,11 @@ def shards(shape: Sequence[int], columns: int) -> list[tuple[int, int]]:
     return [(edges[c], edges[c + 1] - edges[c]) for c in range(columns)]
 
 
-def _align(position: int) -> int:
+def are_neighbours(end: int, s: Segment) -> bool:
+    """Whether nothing but the gap of alignment lies between element `end` and a segment."""
+    return s.offset - end < ALIGNMENT_NUMEL
+
+
+def align(position: int) -> int:
+    """Return the first aligned element at or behind `position`."""
     return -(-position // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
