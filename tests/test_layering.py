@@ -11,7 +11,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "torchtitan_dmuon"
 
 # Lowest first. A module imports from lower levels only, and freely inside its own data/ or models/.
 LEVELS = [
-    {"patching", "arguments", "config.errors", "log"},
+    {"patching", "arguments", "config.errors", "log", "checkpoint.held", "checkpoint.meter"},
+    {"checkpoint.errors", "optim.saved"},
+    {"checkpoint.folder", "checkpoint.metadata"},
+    {"checkpoint.archive"},
+    {"checkpoint.planners"},
     {"ownership"},
     {"comm.streams", "runtime.fsdp", "optim.newton_schulz", "optim.adamw_rule", "optim.report"},
     {"comm.communicator", "optim.muon_rule"},
@@ -24,8 +28,10 @@ LEVELS = [
     {"runtime.select", "runtime.gradients"},
     {"runtime.dedicate"},
     {"runtime.api", "runtime.replicas", "optim.muon"},
+    {"checkpoint.state"},
     {"data", "models"},
     {"metrics", "baselines.torch_muon", "optim.container"},
+    {"checkpoint.manager"},
     {"config.schema"},
     {"config.toml_io", "config.data_source", "parallelize"},
     {"config.command_line", "config.lines", "trainer"},

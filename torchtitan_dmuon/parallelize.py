@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,14 +19,12 @@ from torchtitan.distributed.fsdp import (
     enable_fsdp_symm_mem,
     get_fsdp_reshard_after_forward_policy,
 )
-from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_dmuon.config.schema import Parallelism
+from torchtitan_dmuon.models.fused_qkv import fused_qkv_specs
 from torchtitan_dmuon.models.init import init_through_owners
-from torchtitan_dmuon.ownership import MatrixSpec
 from torchtitan_dmuon.runtime.dedicate import Dedication, dedicate_params
-from torchtitan_dmuon.runtime.runtime import canonical_name
 
 
 def parallelize(
@@ -138,26 +135,6 @@ def _dedicate(
         gradient_divide_factor=1.0,
         timeout=timeout,
     )
-
-
-def fused_qkv_specs(model: nn.Module) -> dict[str, MatrixSpec]:
-    """Return what a model's fused QKV weights hold: three matrices each.
-
-    torchtitan's fused weight has, for each KV head in turn, the rows of its query heads, then
-    those of its key, then those of its value.
-
-    Returns:
-        Pattern for the weight's canonical name -> its matrices Q, K and V.
-    """
-    specs = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FusedQKVLinear):
-            head = module.head_dim
-            rows = (module.heads_per_kv * head, head, head)
-            weight = re.escape(f"{canonical_name(name)}.wqkv.weight")
-            blocks = module.wqkv.weight.shape[0] // sum(rows)
-            specs[f"^{weight}$"] = MatrixSpec(rows=rows, blocks=blocks)
-    return specs
 
 
 def _shard_the_rest(

@@ -66,7 +66,6 @@ def resolve(arguments: list[str], rank: int) -> Trainer.Config | None:
 def train(config: Trainer.Config, rank: int) -> None:
     """Train on this rank. An error is recorded for the launcher, which decides what to show."""
     import torch
-    from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.observability import structured_logger
 
     log_to_file(Path(config.dump_folder, "logs"), rank)
@@ -84,10 +83,6 @@ def train(config: Trainer.Config, rank: int) -> None:
         else:
             trainer.train()
             logger.info("done: step %d of %d", trainer.step, config.training.steps)
-    except CheckpointException as e:
-        # Not an Exception, so it would go unrecorded. Its text is a table of all nodes' errors.
-        failed, (cause, _) = next(iter(e.failures.items()))
-        raise RuntimeError(f"checkpoint: rank {failed}: {type(cause).__name__}: {cause}") from cause
     finally:
         if trainer is not None:
             trainer.close()

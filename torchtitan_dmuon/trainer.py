@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torchtitan import trainer as titan
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import device_type
 
+from torchtitan_dmuon.checkpoint.manager import CheckpointManager
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.metrics import ProgressMetrics
 from torchtitan_dmuon.optim.container import MuonContainer
@@ -33,11 +35,33 @@ class Trainer(titan.Trainer):
         if isinstance(self.metrics_processor, ProgressMetrics):
             self.metrics_processor.total_steps = config.training.steps
         logger.info(self.describe())
+        if isinstance(self.checkpointer, CheckpointManager):
+            self._introduce(self.checkpointer)
         routes = Path(self.config.dump_folder, "routing.txt")
         if isinstance(self.optimizers, MuonContainer):
             self._say_routes(self.optimizers, routes)
         elif not dist.is_initialized() or dist.get_rank() == 0:
             routes.unlink(missing_ok=True)  # of an earlier job with owners
+
+    def _introduce(self, checkpointer: CheckpointManager) -> None:
+        """Tell the checkpoint manager what its checkpoints are of."""
+        spec, dims = self.config.model_spec, self.parallel_dims
+        assert spec is not None
+        folder = getattr(self.tokenizer, "tokenizer_path", None)
+        checkpointer.introduce(
+            {
+                "model": {
+                    "name": spec.name,
+                    "flavor": spec.flavor,
+                    "vocab_size": spec.model.vocab_size,
+                },
+                "seq_len": self.config.training.seq_len,
+                "layout": f"{getattr(self.config.parallelism, 'mode', 'fsdp')} on "
+                f"{dims.dp_replicate} x {dims.dp_shard} ranks",
+            },
+            tokenizer=Path(folder) if folder else None,
+            timeout=timedelta(seconds=self.config.comm.train_timeout_seconds),
+        )
 
     def _say_routes(self, optimizers: MuonContainer, path: Path) -> None:
         """Log once where parameters go; the full list, one line each, is written to a file."""

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from datetime import timedelta
 
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -20,6 +19,7 @@ from torchtitan.distributed.activation_checkpoint import (
 )
 
 from torchtitan_dmuon.baselines.torch_muon import MATRICES, TorchMuonContainer
+from torchtitan_dmuon.checkpoint.manager import CheckpointManager
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
@@ -179,7 +179,8 @@ def _checkpoint(config: CheckpointManager.Config) -> CheckpointManager.Config:
     # Without a path to load from this flag means nothing, and torchtitan warns of just that each
     # time the dataclass is built.
     if config.initial_load_path is None and not config.initial_load_in_hf:
-        return dataclasses.replace(config, initial_load_model_only=False)
+        config = copy.copy(config)
+        config.initial_load_model_only = False
     return config
 
 

@@ -81,6 +81,13 @@ def _numbers(o: Optimizer) -> Iterator[tuple[str, str]]:
         yield "ns_steps", f"expected 1 to 99, got {o.ns_steps}"
 
 
+_HF_REMEDIES = {
+    "last_save_in_hf": "dmuon export turns a checkpoint into a Hugging Face folder",
+    "initial_load_in_hf": "dmuon import turns a Hugging Face folder into a checkpoint, for "
+    "checkpoint.initial_load_path",
+}
+
+
 def check_mode(job: Job) -> None:
     """Check that mode and optimizer fit, and that the mode can do what is asked.
 
@@ -120,11 +127,10 @@ def check_mode(job: Job) -> None:
             f"{job.at('training.disable_cuda_graphs')}: CUDA graphs do not go with mode {p.mode}; "
             "expected true"
         )
-    for key in ("enable", "initial_load_path", "create_seed_checkpoint"):
-        if getattr(checkpoint, key):
+    for key, remedy in _HF_REMEDIES.items():
+        if checkpoint.enable and getattr(checkpoint, key):
             raise ConfigError(
-                f"{job.at(f'checkpoint.{key}')}: saving and loading is not supported yet in mode "
-                f"{p.mode}; leave it out"
+                f"{job.at(f'checkpoint.{key}')}: expected false in mode {p.mode}; {remedy}"
             )
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
 from torchtitan.config import (
     CommConfig,
@@ -23,6 +22,7 @@ from torchtitan.config import (
 )
 from torchtitan.tools.profiler import Profiler
 
+from torchtitan_dmuon.checkpoint.manager import CheckpointManager
 from torchtitan_dmuon.metrics import ProgressMetrics
 
 

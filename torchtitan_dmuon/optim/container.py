@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import OptimizersContainer
 
+from torchtitan_dmuon.checkpoint.state import muon_state
 from torchtitan_dmuon.optim.muon import Muon
 from torchtitan_dmuon.optim.report import PHASES, RoutingReport, StepReport
 from torchtitan_dmuon.ownership import summarize
@@ -135,15 +136,12 @@ class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused
                 parts.append(summarize(runtime.assignment, runtime.layers).table())
         return "\n\n".join(parts)
 
-    def state_dict(self) -> NoReturn:
-        """Raise NotImplementedError: saving the state of owners is not supported yet."""
-        raise NotImplementedError("MuonContainer.state_dict: saving owners is not supported yet")
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by `state.<parameter>.<key>`, live; owned state as `HeldTensor`s."""
+        return {k: v for o in self.optimizers for k, v in muon_state(o).items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        """Raise NotImplementedError: loading the state of owners is not supported yet."""
-        raise NotImplementedError(
-            "MuonContainer.load_state_dict: loading owners is not supported yet"
-        )
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: checkpoints are loaded in place, into what `state_dict` returns."""
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torchtitan_dmuon.optim.adamw_rule import apply_adamw, new_state
 from torchtitan_dmuon.optim.muon_rule import AdjustLr, MuonOptions, apply_updates
 from torchtitan_dmuon.optim.newton_schulz import default_dtype
 from torchtitan_dmuon.optim.report import PhaseClock, RouteRow, RoutingReport, StepReport
+from torchtitan_dmuon.optim.saved import SavedState
 from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
 from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
 from torchtitan_dmuon.runtime.group import Group, OwnedParameter
@@ -28,6 +29,7 @@ from torchtitan_dmuon.runtime.site import sites_of
 logger = logging.getLogger("torchtitan_dmuon")
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
+_STATE_KEYS = {"matrix": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 _NO_MATRIX = "Muon: no trainable parameter takes the matrix route; all are frozen"
 
 
@@ -235,6 +237,31 @@ class Muon(torch.optim.Optimizer):
             self.state[parameter][_momentum_key(entry, s)] = torch.zeros_like(like)
         else:
             self.state[parameter].update(new_state(like, master.dtype))
+
+    def saved_state(self) -> Iterator[SavedState]:
+        """Yield all state for a checkpoint: live tensors, the same entries on every rank."""
+        for options in self.param_groups:
+            keys = _STATE_KEYS[options["route"]]
+            for parameter, name in zip(options["params"], options["param_names"], strict=True):
+                place = self._entries.get(parameter)
+                for key in keys:
+                    if place is None:
+                        value = self.state[parameter][key]
+                        yield SavedState(name, key, parameter.shape, value.dtype, False, (), value)
+                    else:
+                        yield self._saved(*place, parameter, key)
+
+    def _saved(self, group: Group, index: int, parameter: nn.Parameter, key: str) -> SavedState:
+        entry = group.parameters[index]
+        scalar = key == "step"
+        stretches = []
+        for s in group.owned:
+            if s.parameter == index:
+                own = _momentum_key(entry, s) if entry.matrices else key
+                value = self.state[parameter][own]
+                stretches.append((s.start, value if scalar else value.view(-1)))
+        dtype = torch.float32 if scalar else group.precision.master
+        return SavedState(entry.name, key, entry.shape, dtype, scalar, stretches)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints over torch.distributed.checkpoint, whose content does not know ranks or owners."""

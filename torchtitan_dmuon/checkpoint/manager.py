@@ -1,0 +1,405 @@
+"""torchtitan's checkpoint manager, for jobs with and without owned matrices, and safe to kill."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torchtitan.components import checkpointer as titan
+from torchtitan.components.checkpointer.base import purge_thread
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import filesystem
+
+from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveReader, ArchiveWriter
+from torchtitan_dmuon.checkpoint.errors import CheckpointError
+from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
+from torchtitan_dmuon.checkpoint.held import HeldTensor
+from torchtitan_dmuon.checkpoint.meter import Meter
+from torchtitan_dmuon.checkpoint.planners import LoadPlanner, SavePlanner, differing_settings
+from torchtitan_dmuon.checkpoint.state import (
+    ModelState,
+    OptimizerState,
+    RandomState,
+    muon_state,
+    settings,
+)
+from torchtitan_dmuon.log import logger
+from torchtitan_dmuon.models.fused_qkv import fused_qkv_parts
+from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.runtime.site import sites_of
+
+RANDOM = "rng"
+
+
+class CheckpointManager(titan.CheckpointManager):
+    """Saves and loads a job's state, as torchtitan's manager does, with these differences.
+
+    - Owned matrices and their state are written by their owners, and read by whoever owns them now.
+    - A checkpoint appears under its name when it is whole. One that a killed job left unfinished is
+      never loaded, and the newest complete one is found on the first rank for all.
+    - Every stored item has a checksum; what is damaged, missing or another model's is one error.
+    - Nothing that a checkpoint holds is run.
+    - Settings of the optimizer are the running job's. Random generators are saved.
+    - `async_with_pinned_mem` writes in a thread of the rank, not in a process beside it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.CheckpointManager.Config):
+        pass
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        # torchtitan's own constructor reads `state_dict` of the model, which owned parameters lack.
+        self.enable = config.enable
+        if not self.enable:
+            return
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.checkpoints = CheckpointFolder(Path(self.folder))
+        self.interval = config.interval
+        self.load_only = config.load_only
+        self.exclude_from_loading = config.exclude_from_loading
+        self.initial_load_path = config.initial_load_path
+        self.initial_load_model_only = config.initial_load_model_only
+        self.initial_load_in_hf = config.initial_load_in_hf
+        self.initial_load_in_hf_quantized = config.initial_load_in_hf_quantized
+        self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
+        self.last_save_model_only = config.last_save_model_only
+        self.last_save_in_hf = config.last_save_in_hf
+        self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
+        self.sd_adapter = sd_adapter
+        self.async_mode = titan.AsyncMode(config.async_mode)
+        self.keep_latest_k = config.keep_latest_k
+        self.stager: DefaultStager | None = None
+        self.staging_future: Future[None] | None = None
+        self.save_future: Future[Any] | None = None
+        self.purge_thread: threading.Thread | None = None
+        self._facts: dict[str, Any] = {}
+        self._tokenizer: Path | None = None
+        self._optimizers = optimizers
+        self.device = next(p.device for m in model_parts for p in m.parameters())
+        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self.states = {
+            **states,
+            titan.MODEL: _model_state(model_parts),
+            titan.OPTIMIZER: _optimizer_state(optimizers, model_parts),
+            titan.DATALOADER: dataloader,
+            titan.LR_SCHEDULER: lr_schedulers,
+            RANDOM: RandomState(self.device),
+        }
+        self.pg = None
+        if self.async_mode is not titan.AsyncMode.DISABLED and dist.is_initialized():
+            self.pg = dist.new_group(backend="gloo")
+        self._lock = None
+        if self.first and not self.load_only:
+            self._lock = self.checkpoints.lock()
+            if self._lock is not None:
+                self.checkpoints.recover()
+            self._start_deleting()
+
+    def _start_deleting(self) -> None:
+        if self.keep_latest_k:
+            self.purge_queue: queue.Queue[str | None] = queue.Queue()
+            self.purge_thread = threading.Thread(
+                target=purge_thread, args=(self.purge_queue, filesystem.rmtree), daemon=True
+            )
+            self.purge_thread.start()
+
+    def introduce(
+        self, facts: Mapping[str, Any], *, tokenizer: Path | None, timeout: timedelta
+    ) -> None:
+        """Say what the job is.
+
+        Args:
+            facts: For the manifest of each checkpoint: `model`, `layout`, ...; plain JSON.
+            tokenizer: Folder of the tokenizer's files, which are kept with each checkpoint.
+            timeout: Limit of a step of saving that waits for other ranks.
+        """
+        if self.enable:
+            self._facts = dict(facts)
+            self._tokenizer = tokenizer
+            if self.pg is not None:
+                _set_pg_timeout(timeout, self.pg)
+
+    def _close(self) -> None:
+        super()._close()
+        lock, self._lock = getattr(self, "_lock", None), None
+        if lock is not None:
+            lock.close()
+
+    # -- save --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        with self._explain("saved", self.checkpoints.at(curr_step)):
+            self.maybe_wait_for_saving()
+        if last_step and self.last_save_in_hf:
+            self._save_last_step(curr_step)
+            return True
+        meter = Meter(self.device)
+        facts = {**self._facts, "settings": _compact(settings(self._optimizers.optimizers))}
+        writer = ArchiveWriter(self.checkpoints, curr_step, facts, self._tokenizer)
+        states = self._states_to_save(curr_step, last_step)
+        if last_step or self.async_mode is titan.AsyncMode.DISABLED:
+            with self._explain("saved", self.checkpoints.at(curr_step), writer):
+                save(states, storage_writer=writer, planner=SavePlanner())
+            self._say_saved(writer, meter)
+        else:
+            self._save_async(states, writer, meter)
+        self._delete_old()
+        return True
+
+    def _states_to_save(self, step: int, last_step: bool) -> dict[str, Any]:
+        if not last_step or not (self.last_save_model_only or step == 0):
+            whole: dict[str, Any] = self._flattened_model_states_sd()
+            return whole
+        # The last one of a finished job, or the seed of several jobs: a model alone.
+        dtype = self.export_dtype if step else None
+        return {k: _cast(v, dtype) for k, v in self.states[titan.MODEL].state_dict().items()}
+
+    def _save_async(self, states: dict[str, Any], writer: ArchiveWriter, meter: Meter) -> None:
+        if self.stager is None:
+            pinned = self.async_mode is titan.AsyncMode.ASYNC_WITH_PINNED_MEM
+            self.stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
+        result = async_save(
+            states,
+            storage_writer=writer,
+            planner=SavePlanner(),
+            process_group=self.pg,
+            async_stager=self.stager,
+        )
+        if isinstance(result, AsyncSaveResponse):
+            self.staging_future = result.staging_completion
+            self.save_future = result.upload_completion
+        else:
+            self.save_future = result
+        logger.info(
+            "step-%d staged in %.2f s, %s until the next save; it is written beside the training",
+            writer.step,
+            meter.seconds,
+            meter.retained(),
+        )
+
+        def done(future: Any) -> None:
+            if future.exception() is None:
+                self._say_saved(writer, meter)
+
+        self.save_future.add_done_callback(done)
+
+    def _say_saved(self, writer: ArchiveWriter, meter: Meter) -> None:
+        if self.first:
+            total, largest = (size / 2**20 for size in writer.written)
+            logger.info(
+                "saved %s: %.1f MiB, at most %.1f by one rank, in %.2f s; %s",
+                self.checkpoints.at(writer.step),
+                total,
+                largest,
+                meter.seconds,
+                meter.retained(),
+            )
+
+    def _delete_old(self) -> None:
+        if self.purge_thread is not None:
+            for path in self.checkpoints.retire(self.keep_latest_k):
+                self.purge_queue.put(str(path))
+
+    # -- load --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        source = self._agree(lambda: self._choose(step))
+        if source is None:
+            logger.info("no checkpoint in %s yet: a fresh start", self.folder)
+            return False
+        path, model_only, from_hf = source
+        logger.info("Loading the checkpoint from %s.", path)
+        meter = Meter(self.device)
+        if from_hf:
+            self.dcp_load(
+                self._states_to_load(model_only),
+                checkpoint_id=path,
+                from_hf=True,
+                from_quantized=self.initial_load_in_hf_quantized,
+            )
+            return True
+        archive = Archive.open(Path(path))
+        states = self._states_to_load(model_only)
+        fresh: list[str] = []
+        with self._explain("loaded", archive.path):
+            load(
+                states,
+                storage_reader=ArchiveReader(archive),
+                planner=LoadPlanner(archive, self.states, fresh.extend),
+            )
+        self.states[titan.MODEL].load_state_dict(states)
+        self._set_learning_rates()
+        logger.info(
+            "loaded %s%s: %.1f MiB in all, in %.2f s; %s",
+            path,
+            " (the model alone)" if model_only else "",
+            archive.bytes / 2**20,
+            meter.seconds,
+            meter.retained(),
+        )
+        if not model_only:
+            self._say_differences(archive, fresh)
+        return True
+
+    def _set_learning_rates(self) -> None:
+        """Bring the optimizers to where the schedule is: the job's rates, at the loaded step."""
+        for scheduler in self.states[titan.LR_SCHEDULER].schedulers:
+            groups = scheduler.optimizer.param_groups
+            for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def _choose(self, step: int) -> tuple[str, bool, bool] | None:
+        """Return path, whether the model alone is loaded, and whether it is Hugging Face's."""
+        complete = self.checkpoints.complete()
+        for path in self.checkpoints.torn():
+            logger.warning("%s is not complete and is not used", path)
+        if step != -1 and step not in complete:
+            there = ", ".join(f"step-{s}" for s in complete) or "none"
+            raise CheckpointError(f"{self.folder}: no complete step-{step}; there are: {there}")
+        if complete:
+            chosen = complete[-1] if step == -1 else step
+            return str(self.checkpoints.at(chosen)), chosen == 0, False
+        if self.initial_load_path:
+            return self.initial_load_path, self.initial_load_model_only, self.initial_load_in_hf
+        if self.initial_load_in_hf:
+            return self.sd_adapter.hf_assets_path, True, True
+        return None
+
+    def _agree(self, choose: Callable[[], Any]) -> Any:
+        """Return on every rank what the first one chooses, or raise what it raises."""
+        answer: list[Any] = [None, None]
+        if self.first:
+            try:
+                answer[0] = choose()
+            except CheckpointError as e:
+                answer[1] = str(e)
+        if dist.is_initialized():
+            dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise CheckpointError(answer[1])
+        return answer[0]
+
+    def _say_differences(self, archive: Archive, fresh: Sequence[str]) -> None:
+        if fresh:
+            names = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
+            logger.info(
+                "optimizer state starts fresh, since another rule updated them: %d parameters (%s)",
+                len(fresh),
+                names,
+            )
+        stored = _expand((archive.manifest or {}).get("settings", []))
+        here = settings(self._optimizers.optimizers)
+        changes = differing_settings(stored, {k: v for k, v in here.items() if k not in fresh})
+        if changes:
+            logger.info("settings changed since the checkpoint: %s", "; ".join(changes))
+
+    # -- failures ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _explain(
+        self, done: str, path: Path, writer: ArchiveWriter | None = None
+    ) -> Iterator[None]:
+        """Turn what DCP raises into one line; remove what a failed save has left."""
+        try:
+            yield
+        except CheckpointException as e:
+            if writer is not None and self.first:
+                shutil.rmtree(self.checkpoints.saving(writer.step), ignore_errors=True)
+            self._raise(done, path, e)
+        except CheckpointError:
+            raise
+        except RuntimeError as e:
+            # A rank is lost. What it was about is what a user wants to read first.
+            raise RuntimeError(
+                f"{path} was not {done}: waiting for the other ranks: {' '.join(str(e).split())}"
+            ) from e
+
+    def _raise(self, done: str, path: Path, error: CheckpointException) -> NoReturn:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        for cause in causes.values():
+            if isinstance(cause, CheckpointError):
+                raise cause
+        rank, cause = next(iter(causes.items()))
+        complete = self.checkpoints.complete()
+        kept = f"; step-{complete[-1]} is kept" if complete and done == "saved" else ""
+        if isinstance(cause, OSError):
+            file = f": {cause.filename}" if cause.filename else ""
+            raise CheckpointError(
+                f"{path} was not {done}: rank {rank}: {cause.strerror or cause}{file}{kept}"
+            ) from cause
+        raise RuntimeError(
+            f"{path} was not {done}: rank {rank}: {type(cause).__name__}: {cause}{kept}"
+        ) from cause
+
+
+def _model_state(model_parts: list[nn.Module]) -> Any:
+    if any(sites_of(model) for model in model_parts):
+        (model,) = model_parts  # several need pipeline parallelism, which owners refuse
+        return ModelState(model, fused_qkv_parts(model))
+    return titan.ModelWrapper(model_parts)
+
+
+def _optimizer_state(optimizers: Any, model_parts: list[nn.Module]) -> OptimizerState:
+    parts = {k: v for model in model_parts for k, v in fused_qkv_parts(model).items()}
+    if isinstance(optimizers, MuonContainer):
+
+        def read() -> dict[str, Any]:
+            return {k: v for o in optimizers.optimizers for k, v in muon_state(o, parts).items()}
+
+        return OptimizerState(read)
+    return OptimizerState(optimizers.state_dict, parts)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    is_float = isinstance(value, torch.Tensor | HeldTensor) and value.dtype.is_floating_point
+    return value.to(dtype) if is_float and dtype is not None else value
+
+
+def _compact(by_name: Mapping[str, dict[str, Any]]) -> list[Any]:
+    """Return settings as a list of (settings, names), since most parameters share them."""
+    kinds: list[tuple[dict[str, Any], list[str]]] = []
+    for name, options in by_name.items():
+        known = next((names for other, names in kinds if other == options), None)
+        if known is None:
+            kinds.append((options, [name]))
+        else:
+            known.append(name)
+    return [list(kind) for kind in kinds]
+
+
+def _expand(kinds: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    return {name: options for options, names in kinds for name in names}
