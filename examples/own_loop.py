@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32, help="sequences per rank and step")
+    parser.add_argument("--checkpoints", help="folder to save to every 20 steps, and to go on from")
     args = parser.parse_args()
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -101,8 +102,13 @@ def main() -> None:
         print(optimizer.routing())
         print(owned.table())
 
-    generator = torch.Generator().manual_seed(rank)  # different data on every rank
-    for step in range(1, args.steps + 1):
+    start = 0
+    if args.checkpoints:
+        state = {"schedule": schedule}
+        start = dmuon.load_checkpoint(args.checkpoints, model, optimizer, state) or 0
+    for step in range(start + 1, args.steps + 1):
+        # Different data on every rank and in every step.
+        generator = torch.Generator().manual_seed(step * world + rank)
         tokens = sums(args.batch, generator).to(device)
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(
@@ -113,6 +119,8 @@ def main() -> None:
         norm = dmuon.clip_grad_norm_(model, 1.0)
         optimizer.step()
         schedule.step()
+        if args.checkpoints and (step % 20 == 0 or step == args.steps):
+            dmuon.save_checkpoint(args.checkpoints, step, model, optimizer, state, keep=2)
         if rank == 0 and (step == 1 or step % 10 == 0):
             print(
                 f"step {step:3d}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}",

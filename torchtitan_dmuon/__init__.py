@@ -10,16 +10,20 @@ _EXPORTS = {
     "CostTable": "ownership",
     "MatrixSpec": "ownership",
     "Muon": "optim.muon",
+    "CheckpointError": "checkpoint.errors",
     "check_replicas": "runtime.replicas",
     "clip_grad_norm_": "runtime.api",
     "dedicate_params": "runtime.dedicate",
     "full_params": "runtime.api",
+    "load_checkpoint": "checkpoint.own_loop",
     "no_sync": "runtime.api",
+    "save_checkpoint": "checkpoint.own_loop",
     "skip_backward": "runtime.api",
     "wait_for_publish": "runtime.api",
 }
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "CostTable",
     "MatrixSpec",
@@ -28,7 +32,9 @@ __all__ = [
     "clip_grad_norm_",
     "dedicate_params",
     "full_params",
+    "load_checkpoint",
     "no_sync",
+    "save_checkpoint",
     "skip_backward",
     "wait_for_publish",
 ]

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from torchtitan_dmuon.config.build import build
 from torchtitan_dmuon.config.checks import check
@@ -146,6 +148,15 @@ def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str
         (["--optimizer.implementation", "fused_opt_states_bf16"], r"no kernel on a CPU"),
         (["--comm.mode", "fake_backend"], r"comm.mode: 'fake_backend' is not one of"),
         (["--override.imports", "nope.x"], r"override.imports: nope.x: No module named 'nope'"),
+        (["--checkpoint.enable", "--checkpoint.folder", "s3://b/c"], r"object stores cannot"),
+        (
+            ["--checkpoint.enable", "--checkpoint.exclude_from_loading", "optimiser"],
+            r"unknown part 'optimiser'; did you mean 'optimizer'\? expected some of",
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.async_mode", "async_with_pinned_mem"],
+            r'async_mode: .*expected "async" or "disabled" on CPUs',
+        ),
         (["--checkpoint.enable", "--checkpoint.load_step", "9"], r"no step-9 in .*found none"),
         (["--validator.enable"], r"validator.data.dataset .default.*held-out data"),
         (["--parallelism.spmd_backend", "full_dtensor"], r"spmd_backend: .*is not one of"),
@@ -234,10 +245,11 @@ def test_an_export_is_not_resumed_from(write, tmp_path: Path) -> None:
     """A model-only export that is newer than the last full checkpoint is refused, with the step
     that can be continued; asking for that step is accepted."""
     steps = tmp_path / "dump" / "checkpoint"
-    for name, file in (("step-10", ".metadata"), ("step-14", "model.safetensors.index.json")):
-        (steps / name).mkdir(parents=True)
-        (steps / name / file).write_text("")
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=steps / "step-10", no_dist=True)
+    (steps / "step-14").mkdir()
+    (steps / "step-14" / "model.safetensors.index.json").write_text("")
     arguments = ["--dump_folder", str(tmp_path / "dump"), "--checkpoint.enable"]
+    arguments += ["--training.steps", "20"]
     message = _message(write(JOB), *arguments)
     assert "step-14 is a model-only export" in message
     assert message.endswith("use --checkpoint.load_step 10")

@@ -175,8 +175,15 @@ def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str
     [
         (["--parallelism.tensor_parallel_degree", "2"], r"does not go with tensor parallelism yet"),
         (["--parallelism.expert_parallel_degree", "2"], r"does not go with expert parallelism yet"),
-        (["--checkpoint.enable"], r"^--checkpoint.enable: .*not supported yet in mode owner"),
-        (["--checkpoint.initial_load_path", "/nope"], r"initial_load_path: .*not supported yet"),
+        (
+            ["--checkpoint.enable", "--checkpoint.last_save_model_only"]
+            + ["--checkpoint.last_save_in_hf"],
+            r"last_save_in_hf: expected false in mode owner; dmuon export",
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"],
+            r"initial_load_in_hf: expected false in mode owner; dmuon import",
+        ),
         (["--training.enable_cpu_offload"], r"^--training.enable_cpu_offload: .*expected false"),
         (["--parallelism.spmd_backend", "spmd_types"], r'spmd_backend: .*"partial_dtensor"'),
         (["--optimizer.name", "AdamW"], r'AdamW works in mode "fsdp".*can be "DMuon"'),

@@ -66,6 +66,20 @@ class CheckpointFolder:
             if not (path / INDEX).is_file() and not any(path.glob("*.safetensors*"))
         ]
 
+    def choose(self, step: int | None = None) -> int | None:
+        """Return the step to load: the given one, or the newest; None if there is none yet.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint of the given step.
+        """
+        complete = self.complete()
+        for path in self.torn():
+            logger.warning("%s is not complete and is not used", path)
+        if step is not None and step not in complete:
+            there = ", ".join(f"step-{s}" for s in complete) or "none"
+            raise CheckpointError(f"{self.path}: no complete step-{step}; there are: {there}")
+        return step if step is not None else complete[-1] if complete else None
+
     def commit(self, step: int) -> None:
         """Make what was written as `saving` the checkpoint of its step.
 

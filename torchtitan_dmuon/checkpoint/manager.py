@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import queue
-import shutil
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torchtitan.components import checkpointer as titan
 from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
-from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveReader, ArchiveWriter
+from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveWriter
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 from torchtitan_dmuon.checkpoint.meter import Meter
-from torchtitan_dmuon.checkpoint.planners import LoadPlanner, SavePlanner, differing_settings
+from torchtitan_dmuon.checkpoint.own_loop import set_learning_rates
+from torchtitan_dmuon.checkpoint.planners import SavePlanner, differing_settings
 from torchtitan_dmuon.checkpoint.state import (
     ModelState,
     OptimizerState,
     RandomState,
     muon_state,
     settings,
+)
+from torchtitan_dmuon.checkpoint.transfer import (
+    explained_save,
+    is_first,
+    on_first_rank,
+    read,
+    write,
 )
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_parts
@@ -79,6 +84,13 @@ class CheckpointManager(titan.CheckpointManager):
         self.enable = config.enable
         if not self.enable:
             return
+        self.stager: DefaultStager | None = None
+        self.staging_future: Future[None] | None = None
+        self.save_future: Future[Any] | None = None
+        self.purge_thread: threading.Thread | None = None
+        # Of the save that is under way.
+        self._writer: ArchiveWriter | None = None
+        self._lock: IO[str] | None = None
         self.folder = filesystem.join(base_folder, config.folder)
         self.checkpoints = CheckpointFolder(Path(self.folder))
         self.interval = config.interval
@@ -95,15 +107,11 @@ class CheckpointManager(titan.CheckpointManager):
         self.sd_adapter = sd_adapter
         self.async_mode = titan.AsyncMode(config.async_mode)
         self.keep_latest_k = config.keep_latest_k
-        self.stager: DefaultStager | None = None
-        self.staging_future: Future[None] | None = None
-        self.save_future: Future[Any] | None = None
-        self.purge_thread: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         self._tokenizer: Path | None = None
         self._optimizers = optimizers
         self.device = next(p.device for m in model_parts for p in m.parameters())
-        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self.first = is_first()
         self.states = {
             **states,
             titan.MODEL: _model_state(model_parts),
@@ -115,7 +123,6 @@ class CheckpointManager(titan.CheckpointManager):
         self.pg = None
         if self.async_mode is not titan.AsyncMode.DISABLED and dist.is_initialized():
             self.pg = dist.new_group(backend="gloo")
-        self._lock = None
         if self.first and not self.load_only:
             self._lock = self.checkpoints.lock()
             if self._lock is not None:
@@ -147,8 +154,21 @@ class CheckpointManager(titan.CheckpointManager):
                 _set_pg_timeout(timeout, self.pg)
 
     def _close(self) -> None:
+        # Another error that is under way is the one to be reported.
+        failing = sys.exc_info()[0] is not None
+        try:
+            if self.save_future is not None:
+                self._wait_for_saving()
+        except (CheckpointError, RuntimeError) as e:
+            if not failing:
+                raise
+            logger.error("%s", e)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         super()._close()
-        lock, self._lock = getattr(self, "_lock", None), None
+        lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
 
@@ -158,8 +178,7 @@ class CheckpointManager(titan.CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
-        with self._explain("saved", self.checkpoints.at(curr_step)):
-            self.maybe_wait_for_saving()
+        self.maybe_wait_for_saving()
         if last_step and self.last_save_in_hf:
             self._save_last_step(curr_step)
             return True
@@ -168,8 +187,7 @@ class CheckpointManager(titan.CheckpointManager):
         writer = ArchiveWriter(self.checkpoints, curr_step, facts, self._tokenizer)
         states = self._states_to_save(curr_step, last_step)
         if last_step or self.async_mode is titan.AsyncMode.DISABLED:
-            with self._explain("saved", self.checkpoints.at(curr_step), writer):
-                save(states, storage_writer=writer, planner=SavePlanner())
+            write(states, writer)
             self._say_saved(writer, meter)
         else:
             self._save_async(states, writer, meter)
@@ -185,6 +203,7 @@ class CheckpointManager(titan.CheckpointManager):
         return {k: _cast(v, dtype) for k, v in self.states[titan.MODEL].state_dict().items()}
 
     def _save_async(self, states: dict[str, Any], writer: ArchiveWriter, meter: Meter) -> None:
+        self._writer = writer
         if self.stager is None:
             pinned = self.async_mode is titan.AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
@@ -225,6 +244,11 @@ class CheckpointManager(titan.CheckpointManager):
                 meter.retained(),
             )
 
+    def _wait_for_saving(self) -> None:
+        assert self._writer is not None
+        with explained_save(self._writer):
+            super()._wait_for_saving()
+
     def _delete_old(self) -> None:
         if self.purge_thread is not None:
             for path in self.checkpoints.retire(self.keep_latest_k):
@@ -234,7 +258,7 @@ class CheckpointManager(titan.CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        source = self._agree(lambda: self._choose(step))
+        source = on_first_rank(lambda: self._choose(step))
         if source is None:
             logger.info("no checkpoint in %s yet: a fresh start", self.folder)
             return False
@@ -251,15 +275,10 @@ class CheckpointManager(titan.CheckpointManager):
             return True
         archive = Archive.open(Path(path))
         states = self._states_to_load(model_only)
-        fresh: list[str] = []
-        with self._explain("loaded", archive.path):
-            load(
-                states,
-                storage_reader=ArchiveReader(archive),
-                planner=LoadPlanner(archive, self.states, fresh.extend),
-            )
+        fresh = read(states, archive, self.states)
         self.states[titan.MODEL].load_state_dict(states)
-        self._set_learning_rates()
+        for scheduler in self.states[titan.LR_SCHEDULER].schedulers:
+            set_learning_rates(scheduler)
         logger.info(
             "loaded %s%s: %.1f MiB in all, in %.2f s; %s",
             path,
@@ -272,46 +291,16 @@ class CheckpointManager(titan.CheckpointManager):
             self._say_differences(archive, fresh)
         return True
 
-    def _set_learning_rates(self) -> None:
-        """Bring the optimizers to where the schedule is: the job's rates, at the loaded step."""
-        for scheduler in self.states[titan.LR_SCHEDULER].schedulers:
-            groups = scheduler.optimizer.param_groups
-            for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
-
     def _choose(self, step: int) -> tuple[str, bool, bool] | None:
         """Return path, whether the model alone is loaded, and whether it is Hugging Face's."""
-        complete = self.checkpoints.complete()
-        for path in self.checkpoints.torn():
-            logger.warning("%s is not complete and is not used", path)
-        if step != -1 and step not in complete:
-            there = ", ".join(f"step-{s}" for s in complete) or "none"
-            raise CheckpointError(f"{self.folder}: no complete step-{step}; there are: {there}")
-        if complete:
-            chosen = complete[-1] if step == -1 else step
-            return str(self.checkpoints.at(chosen)), chosen == 0, False
+        found = self.checkpoints.choose(None if step == -1 else step)
+        if found is not None:
+            return str(self.checkpoints.at(found)), found == 0, False
         if self.initial_load_path:
             return self.initial_load_path, self.initial_load_model_only, self.initial_load_in_hf
         if self.initial_load_in_hf:
             return self.sd_adapter.hf_assets_path, True, True
         return None
-
-    def _agree(self, choose: Callable[[], Any]) -> Any:
-        """Return on every rank what the first one chooses, or raise what it raises."""
-        answer: list[Any] = [None, None]
-        if self.first:
-            try:
-                answer[0] = choose()
-            except CheckpointError as e:
-                answer[1] = str(e)
-        if dist.is_initialized():
-            dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]
 
     def _say_differences(self, archive: Archive, fresh: Sequence[str]) -> None:
         if fresh:
@@ -326,44 +315,6 @@ class CheckpointManager(titan.CheckpointManager):
         changes = differing_settings(stored, {k: v for k, v in here.items() if k not in fresh})
         if changes:
             logger.info("settings changed since the checkpoint: %s", "; ".join(changes))
-
-    # -- failures ----------------------------------------------------------------------------
-
-    @contextmanager
-    def _explain(
-        self, done: str, path: Path, writer: ArchiveWriter | None = None
-    ) -> Iterator[None]:
-        """Turn what DCP raises into one line; remove what a failed save has left."""
-        try:
-            yield
-        except CheckpointException as e:
-            if writer is not None and self.first:
-                shutil.rmtree(self.checkpoints.saving(writer.step), ignore_errors=True)
-            self._raise(done, path, e)
-        except CheckpointError:
-            raise
-        except RuntimeError as e:
-            # A rank is lost. What it was about is what a user wants to read first.
-            raise RuntimeError(
-                f"{path} was not {done}: waiting for the other ranks: {' '.join(str(e).split())}"
-            ) from e
-
-    def _raise(self, done: str, path: Path, error: CheckpointException) -> NoReturn:
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        for cause in causes.values():
-            if isinstance(cause, CheckpointError):
-                raise cause
-        rank, cause = next(iter(causes.items()))
-        complete = self.checkpoints.complete()
-        kept = f"; step-{complete[-1]} is kept" if complete and done == "saved" else ""
-        if isinstance(cause, OSError):
-            file = f": {cause.filename}" if cause.filename else ""
-            raise CheckpointError(
-                f"{path} was not {done}: rank {rank}: {cause.strerror or cause}{file}{kept}"
-            ) from cause
-        raise RuntimeError(
-            f"{path} was not {done}: rank {rank}: {type(cause).__name__}: {cause}{kept}"
-        ) from cause
 
 
 def _model_state(model_parts: list[nn.Module]) -> Any:

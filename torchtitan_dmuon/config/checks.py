@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from torchtitan_dmuon.config.checkpoint_checks import check_checkpoint
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
@@ -53,6 +54,7 @@ _RANGES = (
     ("parallelism.small_matrix_numel", 0, 2**62),
     ("parallelism.prefetch_depth", 0, 2**20),
     ("parallelism.replica_check_interval", 0, 2**40),
+    ("max_restarts", 0, 2**20),
 )
 """Keys with a smallest and a largest value; unset ones are not checked."""
 
@@ -272,7 +274,6 @@ def _check_files(job: Job) -> None:
     for key, folder in _paths(job):
         if not Path(folder).is_dir():
             raise ConfigError(f"{job.at(key)}: no such folder: {folder}")
-    _check_checkpoint(job)
     sections: list[tuple[str, Data]] = [("dataloader", job.config.dataloader)]
     if job.config.validator.enable:
         sections.append(("validator.data", job.config.validator.data))
@@ -302,40 +303,20 @@ def _check_files(job: Job) -> None:
             )
 
 
-def _check_checkpoint(job: Job) -> None:
-    c = job.config.checkpoint
-    if not c.enable or "://" in c.folder:
+def _check_restarts(job: Job) -> None:
+    """Check that a restart would find what it goes on from."""
+    if not job.config.max_restarts:
         return
-    source = c.initial_load_path
-    local = source and "://" not in source and not c.initial_load_in_hf
-    if local and not Path(str(source), ".metadata").is_file():
-        raise ConfigError(
-            f"{job.at('checkpoint.initial_load_path')}: {source} is not a complete checkpoint "
-            "(it has no .metadata); expected a folder named step-N"
-        )
-    folder = Path(job.config.dump_folder, c.folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{job.at('checkpoint.folder')}: {folder} is not a folder")
-    steps = sorted(p.name for p in folder.glob("step-*")) if folder.is_dir() else []
-    exported = [
-        int(p.parent.name.removeprefix("step-"))
-        for p in folder.glob("step-*/model.safetensors.index.json")
-        if not p.with_name(".metadata").exists()
-    ]
-    complete = [int(p.parent.name.removeprefix("step-")) for p in folder.glob("step-*/.metadata")]
-    # torchtitan would continue from the newest of both kinds.
-    newest = c.load_step if c.load_step != -1 else max([*exported, *complete], default=-1)
-    if newest in exported:
-        last = f"--checkpoint.load_step {max(complete)}" if complete else "another dump_folder"
-        raise ConfigError(
-            f"{job.at('checkpoint.load_step')}: {folder / f'step-{newest}'} is a model-only export "
-            f"and cannot be continued; use {last}"
-        )
-    if c.load_step != -1 and f"step-{c.load_step}" not in steps:
-        raise ConfigError(
-            f"{job.at('checkpoint.load_step')}: no step-{c.load_step} in {folder}; "
-            f"found {', '.join(steps) or 'none'}"
-        )
+    for key, expected, why in (
+        ("checkpoint.enable", True, "a restart goes on from the last checkpoint"),
+        ("checkpoint.load_only", False, "a restart goes on from the last checkpoint"),
+        ("checkpoint.load_step", -1, "a restart would go back to that step each time"),
+    ):
+        if _get(job, key) != expected:
+            raise ConfigError(
+                f"{job.at('max_restarts')}: {why}; expected {key} = {str(expected).lower()}, "
+                f"or max_restarts = 0"
+            )
 
 
 def check(job: Job, world_size: int, device: str) -> None:
@@ -355,10 +336,6 @@ def check(job: Job, world_size: int, device: str) -> None:
     vocabulary = _check_model(job)
     _check_batch(job, _check_world(job, world_size))
     _check_files(job)
+    _check_restarts(job)
     _check_tokenizer(job, vocabulary)
-    checkpoint = job.config.checkpoint
-    if checkpoint.create_seed_checkpoint and (world_size != 1 or not checkpoint.enable):
-        raise ConfigError(
-            f"{job.at('checkpoint.create_seed_checkpoint')}: a seed checkpoint is made by one rank "
-            "with checkpoint.enable = true; set NGPU=1 and all degrees to 1"
-        )
+    check_checkpoint(job, world_size, device)

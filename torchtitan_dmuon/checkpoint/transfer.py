@@ -1,0 +1,127 @@
+"""Write a state as a checkpoint and read it back; every failure is one line, on every rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveReader, ArchiveWriter
+from torchtitan_dmuon.checkpoint.errors import CheckpointError
+from torchtitan_dmuon.checkpoint.planners import LoadPlanner, SavePlanner
+
+T = TypeVar("T")
+
+
+def is_first() -> bool:
+    """Whether this is the rank that chooses, commits, deletes and logs."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first_rank(choose: Callable[[], T]) -> T:
+    """Return on every rank what the first one computes, or raise what it raises. Collective.
+
+    Ranks that look at a shared file system for themselves can see different things.
+
+    Raises:
+        CheckpointError: as raised on the first rank.
+    """
+    answer: list[Any] = [None, None]
+    if is_first():
+        try:
+            answer[0] = choose()
+        except CheckpointError as e:
+            answer[1] = str(e)
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise CheckpointError(answer[1])
+    result: T = answer[0]
+    return result
+
+
+def write(states: dict[str, Any], writer: ArchiveWriter) -> None:
+    """Save, and wait until the checkpoint has its name. Collective.
+
+    Raises:
+        CheckpointError: it cannot be written; what there was before is as it was.
+        RuntimeError: another rank is lost.
+    """
+    with explained_save(writer):
+        save(states, storage_writer=writer, planner=SavePlanner())
+
+
+def read(states: dict[str, Any], archive: Archive, parts: Iterable[str]) -> Sequence[str]:
+    """Load into live tensors, in place. Collective.
+
+    Args:
+        states: The state; see `LoadPlanner` for what may differ from the checkpoint.
+        archive: What is loaded from.
+        parts: Top-level names that are no model's.
+
+    Returns:
+        Parameters whose optimizer state starts fresh.
+
+    Raises:
+        CheckpointError: it does not fit, or is damaged.
+        RuntimeError: another rank is lost.
+    """
+    fresh: list[str] = []
+    planner = LoadPlanner(archive, parts, fresh.extend)
+    with _explained(f"{archive.path} was not loaded", ""):
+        load(states, storage_reader=ArchiveReader(archive), planner=planner)
+    return fresh
+
+
+@contextmanager
+def explained_save(writer: ArchiveWriter) -> Iterator[None]:
+    """Say what a save was about when it fails, and remove what it has left.
+
+    Raises:
+        CheckpointError: it cannot be written.
+        RuntimeError: another rank is lost.
+    """
+    folder = writer.folder
+    complete = folder.complete()
+    kept = f"; step-{complete[-1]} is kept" if complete else ""
+    try:
+        with _explained(f"{folder.at(writer.step)} was not saved", kept):
+            yield
+    except CheckpointError:
+        # All ranks have given up; only a lost rank may leave others writing.
+        if is_first():
+            shutil.rmtree(folder.saving(writer.step), ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _explained(what: str, kept: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as e:
+        _raise(what, kept, {rank: cause for rank, (cause, _) in e.failures.items()})
+    except CheckpointError:
+        raise
+    except RuntimeError as e:
+        # A rank is lost. What it was about is what a user wants to read first.
+        why = " ".join(str(e).split())
+        raise RuntimeError(f"{what}: waiting for the other ranks: {why}") from e
+
+
+def _raise(what: str, kept: str, causes: dict[int, BaseException]) -> NoReturn:
+    for cause in causes.values():
+        if isinstance(cause, CheckpointError):
+            raise cause
+    rank, cause = next(iter(causes.items()))
+    if isinstance(cause, OSError):
+        file = f": {cause.filename}" if cause.filename else ""
+        text = f"{what}: rank {rank}: {cause.strerror or cause}{file}{kept}"
+        raise CheckpointError(text) from cause
+    text = f"{what}: rank {rank}: {type(cause).__name__}: {cause}{kept}"
+    raise RuntimeError(text) from cause
