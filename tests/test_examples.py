@@ -17,12 +17,14 @@ def _losses(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks, rows", [(1, 1), (2, 1), (2, 2)], ids=["one", "fsdp", "ddp"])
-def test_own_loop_trains(ranks: int, rows: int) -> None:
-    """A loop of one's own trains on one process and on several, and says where matrices went."""
+def test_own_loop_trains(ranks: int, rows: int, tmp_path: Path) -> None:
+    """A loop of one's own trains on one process and on several, says where matrices went, and
+    leaves a checkpoint."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*start, "examples/own_loop.py", "--steps", "20", "--layers", "2", "--batch", "16"]
+    command += ["--checkpoints", str(tmp_path)]
     done = subprocess.run(
         [*command, "--replicate", str(rows)],
         cwd=ROOT,
@@ -33,6 +35,7 @@ def test_own_loop_trains(ranks: int, rows: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "matrix: 8 parameters (12 matrices)" in done.stdout
+    assert (tmp_path / "step-20" / ".metadata").is_file()
     losses = _losses(done.stdout)
     assert len(losses) == 3
     assert losses[-1] < losses[0] - 0.2

@@ -11,7 +11,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "torchtitan_dmuon"
 
 # Lowest first. A module imports from lower levels only, and freely inside its own data/ or models/.
 LEVELS = [
-    {"patching", "arguments", "config.errors", "log", "checkpoint.held", "checkpoint.meter"},
+    {
+        "patching",
+        "arguments",
+        "config.errors",
+        "log",
+        "lost_rank",
+        "checkpoint.held",
+        "checkpoint.meter",
+    },
     {"checkpoint.errors", "optim.saved"},
     {"checkpoint.folder", "checkpoint.metadata"},
     {"checkpoint.archive"},

@@ -51,6 +51,42 @@ def _main(
         pipe.close()
 
 
+class World:
+    """Ranks that run; what each returns or raises comes through its pipe.
+
+    Args:
+        size: Number of ranks.
+        target: A function of a test module (it is imported by name).
+        *args: Its arguments; they and the results travel by pickle.
+        timeout_seconds: Limit of the ranks' waiting for each other at the start.
+    """
+
+    def __init__(
+        self, size: int, target: Callable[..., Any], *args: Any, timeout_seconds: float = 60
+    ) -> None:
+        limit = timedelta(seconds=timeout_seconds)
+        self.store = TCPStore("localhost", 0, is_master=True, timeout=limit)
+        self.ranks: list[Any] = []
+        self.pipes: list[Connection] = []
+        for rank in range(size):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_main, args=(theirs, rank, size, self.store.port, target, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.ranks.append(process)
+            self.pipes.append(ours)
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.ranks:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
 def run_world(
     size: int, target: Callable[..., Any], *args: Any, timeout_seconds: float = 60
 ) -> list[Any]:
@@ -68,25 +104,11 @@ def run_world(
     Raises:
         RankFailed: with the traceback of the first rank that failed.
     """
-    store = TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=timeout_seconds))
-    ranks, pipes = [], []
-    for rank in range(size):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_main, args=(theirs, rank, size, store.port, target, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        ranks.append(process)
-        pipes.append(ours)
+    world = World(size, target, *args, timeout_seconds=timeout_seconds)
     try:
-        return _collect(pipes, time.monotonic() + timeout_seconds)
+        return _collect(world.pipes, time.monotonic() + timeout_seconds)
     finally:
-        for process in ranks:
-            process.join(0.5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        world.end()
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

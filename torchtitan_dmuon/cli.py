@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
 from torchtitan_dmuon.bench import lines as bench
+from torchtitan_dmuon.checkpoint import export
 from torchtitan_dmuon.config import toml_io
 from torchtitan_dmuon.config.command_line import keys, parse
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.patching import PatchError
 
-COMMANDS = {"bench": (bench.Options, bench.run)}
+COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]], None]]] = {
+    "bench": (bench.Options, bench.run),
+    "export": (export.ExportOptions, export.run_export),
+    "import": (export.ImportOptions, export.run_import),
+}
 """Of each command its options, and what runs it: (options, job options, all arguments)."""
 
 _USAGE = """\
@@ -55,6 +61,44 @@ def split(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], list
     return parts
 
 
+def place(arguments: Sequence[str], default: Any) -> list[str]:
+    """Give positional arguments the names of their options, so that all are read alike.
+
+    Where a command has positionals, every option takes one value, and a flag none.
+
+    Args:
+        arguments: Of the command.
+        default: Its options; positional are those whose type is `tyro.conf.Positional`.
+
+    Raises:
+        ConfigError: more positional arguments than the command has.
+    """
+    hints = get_type_hints(type(default), include_extras=True)
+    names = [
+        name
+        for name, hint in hints.items()
+        if get_origin(hint) is Annotated and tyro.conf.Positional in get_args(hint)
+    ]
+    if not names:
+        return list(arguments)
+    options: list[str] = []
+    values: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            values.append(argument)
+            continue
+        options.append(argument)
+        flag = hints.get(argument[2:]) is bool
+        if "=" not in argument and not flag and rest and not rest[0].startswith("--"):
+            options.append(rest.pop(0))
+    if len(values) > len(names):
+        raise ConfigError(f'"{values[len(names)]}": one argument too many (see --help)')
+    named = [x for name, v in zip(names, values, strict=False) for x in (f"--{name}", v)]
+    return named + options
+
+
 def read(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """Return a command's options, and those of the job.
 
@@ -66,7 +110,7 @@ def read(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     if "--help" in arguments or "-h" in arguments:
         tyro.cli(options, args=["--help"], prog=f"dmuon {command}", use_underscores=True)
     default = options()
-    own, job = split(arguments, list(keys(default)))
+    own, job = split(place(arguments, default), list(keys(default)))
     table, source = parse(own, default)
     return toml_io.merge(default, table, source), job
 
@@ -92,6 +136,9 @@ def main() -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -2,16 +2,19 @@
 
 Everything a user can get wrong is checked here, in one process, before any rank starts. The work
 is torch.distributed's elastic agent's; this module chooses its settings and says in plain words
-how a job ended.
+how a job ended. With `max_restarts` a job that lost a rank goes on from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +24,23 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
 
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.log import init_console
+from torchtitan_dmuon.lost_rank import LOST_PEER, TIMED_OUT
 from torchtitan_dmuon.patching import PatchError, require_patched_torchtitan
 
 if TYPE_CHECKING:
@@ -36,12 +49,11 @@ if TYPE_CHECKING:
 SHUTDOWN_SECONDS = 5
 """How long ranks may take to end after Ctrl-C or the failure of another, before they are killed."""
 
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "closed by remote",
-)
+LAST_WORDS_SECONDS = 3
+"""How long the others may take, once a rank has failed, to fail by themselves and say of what."""
+
+USER_ERROR = 2
+"""Exit status of a rank that found a mistake of the user: another try would find it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +137,120 @@ def _ranks_per_node(job: Job, nodes: int, gpus: int) -> int:
     return fixed // nodes
 
 
-def _launch_config(cluster: Cluster, logs: Path) -> LaunchConfig:
+def _launch_config(cluster: Cluster, logs: Path, max_restarts: int) -> LaunchConfig:
     ranks = range(cluster.ranks_per_node)
-    static = {"rank": cluster.node} if cluster.nodes > 1 else {}
+    several = cluster.nodes > 1
+    # A static rendezvous keeps the numbers of the nodes, and meets once only.
+    static = several and not max_restarts
+    if static:
+        details = {"rank": cluster.node}
+    else:
+        details = {"is_host": cluster.node == 0, "read_timeout": 900} if several else {}
     return LaunchConfig(
         min_nodes=cluster.nodes,
         max_nodes=cluster.nodes,
         nproc_per_node=cluster.ranks_per_node,
         run_id="torchtitan_dmuon",
         rdzv_backend="static" if static else "c10d",
-        rdzv_endpoint=cluster.endpoint if static else "localhost:0",
-        rdzv_configs={**static, "timeout": 900},
+        rdzv_endpoint=cluster.endpoint if several else "localhost:0",
+        rdzv_configs={**details, "timeout": 900},
         # Rank 0 of a node writes progress straight to this terminal. All other output, other
         # libraries' stderr chatter included, goes to files that a failure's message names.
         logs_specs=DefaultLogsSpecs(
             log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in ranks}
         ),
-        max_restarts=0,
+        max_restarts=max_restarts,
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which lets ranks say what they waited for and tells of each restart.
+
+    Args:
+        config: How to launch.
+        arguments: Of Python, in each rank.
+        restarting: Is told, before a restart, the failures by rank and the number of the restart.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        arguments: tuple[str, ...],
+        restarting: Callable[[dict[int, ProcessFailure], int], None],
+    ) -> None:
+        rendezvous = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            **config.rdzv_configs,
+        )
+        address, _, port = config.rdzv_endpoint.rpartition(":")
+        is_static = config.rdzv_backend == "static"
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=config.nproc_per_node,
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            entrypoint=sys.executable,
+            args=arguments,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            master_addr=address if is_static else None,
+            master_port=int(port) if is_static else None,
+            numa_options=config.numa_options,
+        )
+        assert config.logs_specs is not None and config.shutdown_timeout is not None
+        super().__init__(spec, config.logs_specs, shutdown_timeout=config.shutdown_timeout)
+        self._restarting = restarting
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._hear_last_words()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED and self._remaining_restarts:
+            if root_cause(result.failures)[1].exitcode == USER_ERROR:
+                self._remaining_restarts = 0
+            else:
+                number = worker_group.spec.max_restarts - self._remaining_restarts + 1
+                self._restarting(result.failures, number)
+        return result
+
+    def _hear_last_words(self) -> None:
+        """Once a rank has failed, wait until the others have too; torch's agent kills at once."""
+        handlers: dict[int, SubprocessHandler] = getattr(self._pcontext, "subprocess_handlers", {})
+        ranks = [handler.proc for handler in handlers.values()]
+        if not any(rank.poll() for rank in ranks):
+            return
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _launch(
+    config: LaunchConfig,
+    arguments: tuple[str, ...],
+    restarting: Callable[[dict[int, ProcessFailure], int], None],
+) -> None:
+    """Run the ranks of this node to their end.
+
+    Raises:
+        ChildFailedError: a rank failed, and no restart was left.
+        RendezvousError: the nodes did not meet.
+        SignalException: this process was told to stop.
+    """
+    agent = _Agent(config, arguments, restarting)
+    rendezvous = agent.get_worker_group().spec.rdzv_handler
+    try:
+        result = agent.run()
+    except SignalException:
+        raise  # the other nodes may go on without this one
+    except BaseException:
+        rendezvous.shutdown()
+        raise
+    rendezvous.shutdown()
+    if result.is_failed():
+        raise ChildFailedError(name="train", failures=result.failures)
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -156,20 +263,25 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
         text = _traceback(failure)
-        if failure.exitcode == -signal.SIGTERM:
+        if _was_ended(failure):
             kind = 3
-        elif failure.exitcode < 0:
+        elif failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             kind = 0
         else:
-            kind = 2 if any(phrase in text for phrase in _LOST_PEER) else 1
+            kind = 2 if any(phrase in text for phrase in LOST_PEER) else 1
         return kind, failure.timestamp, rank
 
     return min(failures.items(), key=order)
 
 
+def _was_ended(failure: ProcessFailure) -> bool:
+    """Whether a rank did not fail, but was told to end. One may fail and take long to end."""
+    return failure.exitcode == -signal.SIGTERM and not isinstance(failure.message, dict)
+
+
 def _hung(failures: dict[int, ProcessFailure], rank: int) -> bool:
     """Whether this rank was killed by the agent because it had made another one time out."""
-    waited = any("Timed out waiting" in _traceback(f) for f in failures.values())
+    waited = any(TIMED_OUT in _traceback(f) for f in failures.values())
     return waited and failures[rank].exitcode == -signal.SIGKILL
 
 
@@ -183,6 +295,11 @@ def _traceback(failure: ProcessFailure) -> str:
 
 def _last_line(failure: ProcessFailure) -> str:
     return (_traceback(failure).strip().splitlines() or ["(no message)"])[-1].strip()
+
+
+def _message(failure: ProcessFailure) -> str:
+    """Return the last line of a traceback without the name of the class."""
+    return re.sub(r"^[\w.]+: ", "", _last_line(failure), count=1)
 
 
 def explain(failures: dict[int, ProcessFailure], logs: Path, *, several_nodes: bool = False) -> str:
@@ -200,13 +317,13 @@ def explain(failures: dict[int, ProcessFailure], logs: Path, *, several_nodes: b
     elif first.exitcode < 0:
         how = f"killed by {first.signal_name()}"
     lines = [f"error: rank {rank} failed first ({how})"]
-    if several_nodes and any(phrase in _traceback(first) for phrase in _LOST_PEER):
+    if several_nodes and any(phrase in _traceback(first) for phrase in LOST_PEER):
         lines = [
             f"error: rank {rank} lost a rank of another node; that node's launcher names the cause"
         ]
     lines += ["  " + line for line in _traceback(first).rstrip().splitlines()]
     for other, failure in sorted(failures.items()):
-        if other != rank and failure.exitcode != -signal.SIGTERM:
+        if other != rank and not _was_ended(failure):
             lines.append(f"  rank {other} then failed: {_last_line(failure)}")
     lines.append(f"logs of every rank: {logs}")
     return "\n".join(lines)
@@ -248,17 +365,30 @@ def run(arguments: list[str]) -> int:
     )
     # The agent reports what happened through exceptions; its log lines only repeat it.
     logging.disable(logging.CRITICAL)
+    return _train(job, cluster, logs, arguments)
+
+
+def _train(job: Job, cluster: Cluster, logs: Path, arguments: list[str]) -> int:
+    """Run the ranks, started again where the job says so; say how it ended. Returns the status."""
+    several = cluster.nodes > 1
+    most = job.config.max_restarts
+
+    def restarting(failures: dict[int, ProcessFailure], number: int) -> None:
+        print(explain(failures, logs.resolve(), several_nodes=several), file=sys.stderr)
+        print(f"restart {number} of {most}: {_start_of_restart(job)}", file=sys.stderr, flush=True)
+
+    if most:
+        # A store that outlives the ranks would hand on the addresses of those that are dead.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
-        elastic_launch(_launch_config(cluster, logs), sys.executable)(
-            "-u", "-P", "-m", "torchtitan_dmuon.train", *arguments
-        )
+        command = ("-u", "-P", "-m", "torchtitan_dmuon.train", *arguments)
+        _launch(_launch_config(cluster, logs, most), command, restarting)
     except ChildFailedError as e:
         first = root_cause(e.failures)[1]
-        if first.exitcode == 2:  # a user error that only the ranks could see
-            print(f"error: {_last_line(first)}", file=sys.stderr)
-            return 2
-        text = explain(e.failures, logs.resolve(), several_nodes=cluster.nodes > 1)
-        print(text, file=sys.stderr)
+        if first.exitcode == USER_ERROR:  # one that only the ranks could see
+            print(f"error: {_message(first)}", file=sys.stderr)
+            return USER_ERROR
+        print(explain(e.failures, logs.resolve(), several_nodes=several), file=sys.stderr)
         return 1
     except (RendezvousError, torch.distributed.DistError) as e:
         why = str(e).strip().splitlines()[0]
@@ -272,6 +402,17 @@ def run(arguments: list[str]) -> int:
         print(f"stopped by {name}: all ranks of this node have ended", file=sys.stderr)
         return 128 + int(e.sigval)
     return 0
+
+
+def _start_of_restart(job: Job) -> str:
+    """Say from where a job goes on that is started again."""
+    from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(Path(job.config.dump_folder, job.config.checkpoint.folder))
+    steps = folder.complete()
+    if steps:
+        return f"going on from {folder.at(steps[-1])}"
+    return f"there is no complete checkpoint in {folder.path} yet; it starts from the beginning"
 
 
 def _threads(cluster: Cluster) -> int:

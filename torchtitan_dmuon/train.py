@@ -10,13 +10,16 @@ import os
 import signal
 import socket
 import sys
+import traceback
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.log import init_console, log_to_file, logger
+from torchtitan_dmuon.lost_rank import awaited, is_lost
 from torchtitan_dmuon.patching import PatchError, require_patched_torchtitan
 
 if TYPE_CHECKING:
@@ -24,12 +27,19 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 
+_MEETING_SECONDS = 300
+"""How long the ranks of a restarted job may be apart at their start."""
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
 
 def _alone() -> None:
     """Make a world of one rank where no launcher described another."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = _free_port()
     for name, value in (
         ("RANK", "0"),
         ("LOCAL_RANK", "0"),
@@ -62,9 +72,8 @@ def resolve(arguments: list[str], rank: int) -> Trainer.Config | None:
     return build(job, device_type)
 
 
-@record
 def train(config: Trainer.Config, rank: int) -> None:
-    """Train on this rank. An error is recorded for the launcher, which decides what to show."""
+    """Train on this rank."""
     import torch
     from torchtitan.observability import structured_logger
 
@@ -81,13 +90,70 @@ def train(config: Trainer.Config, rank: int) -> None:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("seed checkpoint saved in %s", trainer.checkpointer.folder)
         else:
-            trainer.train()
+            _train_to_the_end(trainer)
             logger.info("done: step %d of %d", trainer.step, config.training.steps)
     finally:
         if trainer is not None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _train_to_the_end(trainer: Trainer) -> None:
+    """Train; where another rank is lost, say in which step and what was waited for."""
+    try:
+        trainer.train()
+    except RuntimeError as e:
+        text = " ".join(str(e).split())
+        # Those of owned matrices and of checkpoints say it themselves.
+        named = text.startswith("dmuon ") or "waiting for the " in text
+        if named or not is_lost(text):
+            raise
+        raise RuntimeError(
+            f"step {trainer.step}: waiting for the other ranks in {awaited(e)}: {text}"
+        ) from e
+
+
+def _meet_anew() -> None:
+    """Have the ranks of a job that torchrun has restarted meet at a store of their own.
+
+    The store of torchrun's agent outlives the ranks: those of the next attempt would find in it the
+    addresses of the dead.
+
+    Raises:
+        ConfigError: there are several nodes, which count restarts each for itself.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "torchrun restarts a job on several nodes only with --rdzv-backend c10d and "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of each; run_train.sh with "
+            "max_restarts sets both"
+        )
+    agent = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timeout=timedelta(seconds=_MEETING_SECONDS),
+    )
+    key = f"torchtitan_dmuon/port_of_attempt_{attempt}"
+    if os.environ["RANK"] == "0":
+        agent.set(key, str(_free_port()))
+    os.environ["MASTER_PORT"] = agent.get(key).decode()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+@record
+def run(arguments: list[str], rank: int) -> None:
+    """Train a job. An error is recorded for the launcher, which decides what to show."""
+    require_patched_torchtitan()
+    config = resolve(arguments, rank)
+    if config is not None:
+        _meet_anew()
+        train(config, rank)
 
 
 def _end_with_parent() -> None:
@@ -113,10 +179,7 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     init_console(rank)
     try:
-        require_patched_torchtitan()
-        config = resolve(sys.argv[1:], rank)
-        if config is not None:
-            train(config, rank)
+        run(sys.argv[1:], rank)
     except (ConfigError, PatchError) as e:
         if rank == 0:
             print(f"error: {e}", file=sys.stderr)
@@ -124,5 +187,19 @@ def main() -> int:
     return 0
 
 
+def _end(status: int) -> NoReturn:
+    """End a rank at once if it failed: the end of the interpreter may wait for ranks that died."""
+    if not status:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        _status = main()
+    except Exception:
+        traceback.print_exc()
+        _status = 1
+    _end(_status)

@@ -121,6 +121,7 @@ class CheckpointFolder:
             step = int(match[2])
             if match[1] == "replaced" and not (self.at(step) / INDEX).is_file():
                 # Died between the two renames of `commit`.
+                shutil.rmtree(self.at(step), ignore_errors=True)
                 path.rename(self.at(step))
                 logger.warning("checkpoint step-%d restored; its replacement was lost", step)
             else:

@@ -24,7 +24,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
 from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveWriter
-from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 from torchtitan_dmuon.checkpoint.meter import Meter
@@ -154,15 +153,11 @@ class CheckpointManager(titan.CheckpointManager):
                 _set_pg_timeout(timeout, self.pg)
 
     def _close(self) -> None:
-        # Another error that is under way is the one to be reported.
+        # Not while an error is under way: what it is about may be what the save waits for.
         failing = sys.exc_info()[0] is not None
         try:
-            if self.save_future is not None:
+            if self.save_future is not None and not failing:
                 self._wait_for_saving()
-        except (CheckpointError, RuntimeError) as e:
-            if not failing:
-                raise
-            logger.error("%s", e)
         finally:
             self._release()
 
@@ -258,7 +253,7 @@ class CheckpointManager(titan.CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        source = on_first_rank(lambda: self._choose(step))
+        source = on_first_rank(f"loading from {self.folder}", lambda: self._choose(step))
         if source is None:
             logger.info("no checkpoint in %s yet: a fresh start", self.folder)
             return False

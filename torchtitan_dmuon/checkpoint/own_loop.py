@@ -67,7 +67,7 @@ def save_checkpoint(
         if lock is not None:
             lock.close()
 
-    on_first_rank(make_room)
+    on_first_rank(f"saving to {folder}", make_room)
     states = _states(model, optimizer, extra)
     write(states, ArchiveWriter(checkpoints, step, {}))
 
@@ -76,7 +76,7 @@ def save_checkpoint(
         checkpoints.recover()
 
     if keep:
-        on_first_rank(delete_old)
+        on_first_rank(f"deleting from {folder}", delete_old)
     return checkpoints.at(step)
 
 
@@ -107,7 +107,7 @@ def load_checkpoint(
         RuntimeError: another rank is lost.
     """
     checkpoints = CheckpointFolder(Path(folder))
-    found = on_first_rank(lambda: checkpoints.choose(step))
+    found = on_first_rank(f"loading from {folder}", lambda: checkpoints.choose(step))
     if found is None:
         return None
     archive = Archive.open(checkpoints.at(found))

@@ -24,13 +24,18 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def on_first_rank(choose: Callable[[], T]) -> T:
+def on_first_rank(what: str, choose: Callable[[], T]) -> T:
     """Return on every rank what the first one computes, or raise what it raises. Collective.
 
     Ranks that look at a shared file system for themselves can see different things.
 
+    Args:
+        what: What it is about, for errors.
+        choose: Is called on the first rank alone.
+
     Raises:
         CheckpointError: as raised on the first rank.
+        RuntimeError: another rank is lost.
     """
     answer: list[Any] = [None, None]
     if is_first():
@@ -39,7 +44,11 @@ def on_first_rank(choose: Callable[[], T]) -> T:
         except CheckpointError as e:
             answer[1] = str(e)
     if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
+        try:
+            dist.broadcast_object_list(answer, src=0)
+        except RuntimeError as e:
+            why = " ".join(str(e).split())
+            raise RuntimeError(f"{what}: waiting for the first rank's choice: {why}") from e
     if answer[1] is not None:
         raise CheckpointError(answer[1])
     result: T = answer[0]
@@ -74,7 +83,7 @@ def read(states: dict[str, Any], archive: Archive, parts: Iterable[str]) -> Sequ
     """
     fresh: list[str] = []
     planner = LoadPlanner(archive, parts, fresh.extend)
-    with _explained(f"{archive.path} was not loaded", ""):
+    with _explained(f"loading {archive.path} failed", ""):
         load(states, storage_reader=ArchiveReader(archive), planner=planner)
     return fresh
 
@@ -91,7 +100,7 @@ def explained_save(writer: ArchiveWriter) -> Iterator[None]:
     complete = folder.complete()
     kept = f"; step-{complete[-1]} is kept" if complete else ""
     try:
-        with _explained(f"{folder.at(writer.step)} was not saved", kept):
+        with _explained(f"saving {folder.at(writer.step)} failed", kept):
             yield
     except CheckpointError:
         # All ranks have given up; only a lost rank may leave others writing.

@@ -10,7 +10,6 @@ from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
 
-
 _PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 """Parts of a checkpoint that a job need not load."""
 

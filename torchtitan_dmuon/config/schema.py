@@ -299,6 +299,9 @@ class JobConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda and cpu insist; auto takes GPUs if there is one for each rank of a node, else CPUs."""
 
+    max_restarts: int = 0
+    """How often a failed job is started again, by its launcher, from its last checkpoint."""
+
     model: Model = field(default_factory=Model)
     """Which model to train."""
 
