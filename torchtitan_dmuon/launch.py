@@ -343,6 +343,8 @@ def run(arguments: list[str]) -> int:
         return 0
     cluster = find_cluster(job)
     check(job, cluster.world_size, cluster.device)
+    if cluster.node == 0:
+        _check_checkpoint_folder(job)
     config = build(job, cluster.device)
     init_console(0)
     try:
@@ -402,6 +404,17 @@ def _train(job: Job, cluster: Cluster, logs: Path, arguments: list[str]) -> int:
         print(f"stopped by {name}: all ranks of this node have ended", file=sys.stderr)
         return 128 + int(e.sigval)
     return 0
+
+
+def _check_checkpoint_folder(job: Job) -> None:
+    """Raise ConfigError if checkpoints cannot be written, or another job writes there."""
+    from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
+
+    checkpoint = job.config.checkpoint
+    if checkpoint.enable and not checkpoint.load_only:
+        lock = CheckpointFolder(Path(job.config.dump_folder, checkpoint.folder)).lock()
+        if lock is not None:
+            lock.close()  # the first rank takes it
 
 
 def _start_of_restart(job: Job) -> str:

@@ -199,8 +199,7 @@ def kill_once(plan: Plan, kill: Kill, newest: int, draw: random.Random) -> None:
         _reach(folder, kill, newest, draw, world)
         os.kill(world.ranks[kill.rank].pid, signal.SIGSTOP if kill.hang else signal.SIGKILL)
         start = time.monotonic()
-        kill.moment = ", ".join(sorted(p.name for p in folder.glob("[a-r]*.*")))
-        kill.moment += ", ".join(sorted(p.name for p in folder.glob("saving.*")))
+        kill.moment = ", ".join(sorted(p.name for p in folder.glob("[a-z]*.*")))
         others = {rank for rank in range(size) if rank != kill.rank}
         while others - kill.words.keys():
             left = {world.pipes[r]: r for r in others - kill.words.keys()}
