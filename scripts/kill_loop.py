@@ -334,8 +334,12 @@ def forked(folder: Path, kills: int, seed: int) -> dict[str, Any]:
 
 
 def differing(ours: dict[str, bytes], theirs: dict[str, bytes]) -> list[str]:
-    """Names of stored items that are not the same; Python's own generator is not seeded by jobs."""
-    names = [k for k in ours.keys() | theirs.keys() if not re.fullmatch(r"rng\..*\.python None", k)]
+    """Names of stored items that differ; a job seeds torch's generator only."""
+    names = [
+        k
+        for k in ours.keys() | theirs.keys()
+        if not re.fullmatch(r"rng\..*\.(python|numpy) None", k)
+    ]
     return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
 

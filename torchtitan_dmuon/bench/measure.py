@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
-import re
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
+
+from torchtitan_dmuon.memory import settle, status_bytes
 
 _BYTES_SENT_OFFSET = 200
 """Of tcpi_bytes_sent (uint64) in Linux's struct tcp_info, since 4.19."""
@@ -57,28 +56,17 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        gc.collect()
         if torch.cuda.is_available():
+            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
             return
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
-        self._start = _status_bytes("VmRSS")
-        # "5" resets the high-water mark of the resident set (proc(5)).
-        Path("/proc/self/clear_refs").write_text("5")
+        settle()
+        self._start = status_bytes("VmRSS")
 
     def grown_bytes(self) -> int:
         """Return peak minus start."""
         if torch.cuda.is_available():
             return int(torch.cuda.max_memory_allocated()) - self._start
-        return _status_bytes("VmHWM") - self._start
-
-
-def _status_bytes(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    if found is None:
-        raise OSError(f"/proc/self/status has no {name}: memory is measured on Linux only")
-    return int(found.group(1)) * 1024
+        return status_bytes("VmHWM") - self._start

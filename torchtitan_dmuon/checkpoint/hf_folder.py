@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
-import gc
 import os
 import shutil
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.folder import sync
+from torchtitan_dmuon.memory import settle, status_bytes
 
 _MIB = 2**20
 
@@ -23,15 +22,10 @@ class Usage:
     """Time and host memory of a command, from its construction on."""
 
     def __init__(self) -> None:
-        gc.collect()
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
-        # "5" resets the high-water mark of the resident set (proc(5)).
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        self._memory = _status_bytes("VmRSS")
-        self._anonymous = self._largest = _status_bytes("RssAnon")
+        with contextlib.suppress(OSError):  # a container may not allow it
+            settle()
+        self._memory = status_bytes("VmRSS")
+        self._anonymous = self._largest = status_bytes("RssAnon")
         self._start = time.monotonic()
 
     @property
@@ -42,23 +36,16 @@ class Usage:
     @property
     def peak_bytes(self) -> int:
         """Largest growth of the process's resident set since the start."""
-        return max(0, _status_bytes("VmHWM") - self._memory)
+        return max(0, status_bytes("VmHWM") - self._memory)
 
     def sample(self) -> None:
         """Look at the memory that is no file's."""
-        self._largest = max(self._largest, _status_bytes("RssAnon"))
+        self._largest = max(self._largest, status_bytes("RssAnon"))
 
     @property
     def sampled_bytes(self) -> int:
         """Largest growth of it among the samples; pages of mapped files are not in it."""
         return self._largest - self._anonymous
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")
 
 
 def refuse_existing(target: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 from torchtitan_dmuon.checkpoint.hf_export import CONFIG, INDEX
 from torchtitan_dmuon.checkpoint.hf_model import EMBEDDING, HEAD, HFModel
+from torchtitan_dmuon.checkpoint.planners import some
 from torchtitan_dmuon.checkpoint.transfer import write
 from torchtitan_dmuon.models.hf_config import hf_differences
 
@@ -32,7 +33,6 @@ _DTYPES = {
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Old files store the RoPE frequencies, which are computed here.
 _COMPUTED = "self_attn.rotary_emb.inv_freq"
-_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{folder}: holds no safetensors files")
     lost = [f"{name} in {file}" for name, file in placed.items() if name not in found]
     if lost:
-        raise CheckpointError(f"{folder / INDEX}: names what is not there: {_some(lost)}")
+        raise CheckpointError(f"{folder / INDEX}: names what is not there: {some(lost)}")
     return found
 
 
@@ -137,11 +137,6 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def assign(folder: Path, model: HFModel, found: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return for each tensor of a model the stored one that it is made from.
 
@@ -163,9 +158,9 @@ def assign(folder: Path, model: HFModel, found: Mapping[str, Stored]) -> dict[st
         for hf_name, shape in model.hf.values()
         if hf_name in found and found[hf_name].shape != tuple(shape)
     ]
-    problems = [f"it lacks {_some(missing)}"] * bool(missing)
-    problems += [f"it has {_some(extra)}, which that has not"] * bool(extra)
-    problems += [_some(shapes)] * bool(shapes)
+    problems = [f"it lacks {some(missing)}"] * bool(missing)
+    problems += [f"it has {some(extra)}, which that has not"] * bool(extra)
+    problems += [some(shapes)] * bool(shapes)
     if problems:
         raise CheckpointError(f"{folder}: not {model.title}: {'; '.join(problems)}")
     return {name: found[hf_name] for name, hf_name in sources.items()}

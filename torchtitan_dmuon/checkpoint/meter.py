@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import torch
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+from torchtitan_dmuon.memory import status_bytes
 
 
 class Meter:
@@ -24,7 +22,7 @@ class Meter:
         self._held = self._now()
 
     def _now(self) -> tuple[int, int]:
-        host = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+        host = status_bytes("VmRSS")
         if self.device.type == "cpu":
             return host, 0
         return host, torch.get_device_module(self.device).memory_allocated(self.device)

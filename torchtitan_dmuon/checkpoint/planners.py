@@ -113,11 +113,11 @@ class LoadPlanner(DefaultLoadPlanner):
             return
         problems = []
         if missing:
-            problems.append(f"it lacks {_some(missing)}")
+            problems.append(f"it lacks {some(missing)}")
         if extra:
-            problems.append(f"it has {_some(extra)}, which this job has not")
+            problems.append(f"it has {some(extra)}, which this job has not")
         if shapes:
-            problems.append(_some(shapes, "; "))
+            problems.append(some(shapes, "; "))
         raise CheckpointError(f"{self.archive.path}: {'; '.join(problems)}{self._hint(missing)}")
 
     def _hint(self, missing: Sequence[str]) -> str:
@@ -183,7 +183,8 @@ def zero(value: torch.Tensor | HeldTensor) -> None:
         value.zero_()
 
 
-def _some(names: Sequence[str], separator: str = ", ") -> str:
+def some(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first few names for a message, and how many more there are."""
     shown = separator.join(sorted(names)[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,30 @@
+"""What a process holds in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+
+def status_bytes(name: str) -> int:
+    """Return a size that Linux tells of this process (/proc/self/status), e.g. VmRSS.
+
+    Raises:
+        OSError: it does not tell; so elsewhere than on Linux.
+    """
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    if found is None:
+        raise OSError(f"/proc/self/status has no {name}: memory is measured on Linux only")
+    return int(found.group(1)) * 1024
+
+
+def settle() -> None:
+    """Give freed memory back to the system, and let its high-water mark (VmHWM) start anew."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    # "5" resets the high-water mark of the resident set (proc(5)).
+    Path("/proc/self/clear_refs").write_text("5")
