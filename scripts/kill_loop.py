@@ -276,7 +276,7 @@ class Loop:
         kill.seconds = round(time.monotonic() - moment, 1)
         lines = launcher.lines[start:]
         self._note(lines)
-        came_from = [re.search(r"Loading the checkpoint from .*step-(\d+)", x) for x in lines]
+        came_from = [re.search(r"loaded .*step-(\d+)", x) for x in lines]
         kill.resumed = next((int(m[1]) for m in came_from if m), None)
         before = self.done[-1] if self.done else None
         if before and kill.resumed is not None and kill.resumed != before.newest:

@@ -37,7 +37,7 @@ LEVELS = [
     {"runtime.select", "runtime.gradients"},
     {"runtime.dedicate"},
     {"runtime.api", "runtime.replicas", "optim.muon"},
-    {"checkpoint.state", "checkpoint.transfer"},
+    {"checkpoint.state", "checkpoint.transfer", "checkpoint.settings"},
     {"checkpoint.own_loop"},
     {"data", "models"},
     {"checkpoint.hf_model", "checkpoint.hf_folder"},

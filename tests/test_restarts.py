@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.fsdp import fully_shard
 
 from tests.test_launch import SHORT, _ranks_of, _start, _wait_for_step
-from tests.worlds import World
+from tests.test_training import train_job
+from tests.worlds import World, run_world
 from torchtitan_dmuon import launch, train
 from torchtitan_dmuon.config.checks import check
 from torchtitan_dmuon.config.errors import ConfigError
@@ -28,34 +30,42 @@ from torchtitan_dmuon.lost_rank import awaited
 SAVING = ["--checkpoint.enable", "--max_restarts", "1"]
 
 
+_JOB = ["--config", "debug_owner_hsdp_z3.toml", "--parallelism.data_parallel_shard_degree", "1"]
+_JOB += ["--parallelism.owner_cost", "model", *SHORT, "--training.steps", "9"]
+
+
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
-    """With max_restarts the launcher says who failed and from where it goes on; the job takes the
-    steps after its last checkpoint again, to the same losses, and ends well."""
-    job = ["--config", "debug_owner_hsdp_z3.toml", "--parallelism.data_parallel_shard_degree", "1"]
-    job += ["--parallelism.owner_cost", "model", "--dump_folder", "out", *SHORT, *SAVING]
-    job += ["--training.steps", "9", "--checkpoint.interval", "3"]
-    launcher = _start(*job, cwd=tmp_path)
+@pytest.mark.parametrize("starter", ["launcher", "torchrun"])
+def test_a_killed_rank_is_started_again(starter: str, tmp_path: Path) -> None:
+    """With max_restarts the launcher says who failed and from where it goes on, and plain torchrun
+    starts again too: every step, the last one included, has the loss of an undisturbed job."""
+    (undisturbed, _) = run_world(2, train_job, [*_JOB, "--dump_folder", str(tmp_path / "whole")])
+    job = [*_JOB, "--dump_folder", "out", *SAVING, "--checkpoint.interval", "3"]
+    if starter == "launcher":
+        started = _start(*job, cwd=tmp_path)
+    else:
+        program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        program += ["--nproc-per-node", "2", "--max-restarts", "1", "-m", "torchtitan_dmuon.train"]
+        started = _start(*job, cwd=tmp_path, program=program)
     try:
-        lines = _wait_for_step(launcher, 5)
-        os.kill(_ranks_of(launcher)[1], signal.SIGKILL)
-        out, err = launcher.communicate(timeout=200)
+        lines = _wait_for_step(started, 5)
+        os.kill(_ranks_of(started)[1], signal.SIGKILL)
+        out, err = started.communicate(timeout=200)
     finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
-    assert launcher.returncode == 0, err
-    said = err.splitlines()
-    assert said[0] == "error: rank 1 failed first (killed by SIGKILL)"
-    assert re.search(r"rank 0 then failed: .*(dmuon \w+ of|waiting for the other ranks)", err)
-    restart = re.fullmatch(r"restart 1 of 1: going on from out/checkpoint/step-(\d+)", said[-1])
-    assert restart and restart[1] in ("3", "6")
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 0, err
+    if starter == "launcher":
+        said = err.splitlines()
+        assert said[0] == "error: rank 1 failed first (killed by SIGKILL)"
+        assert re.search(r"rank 0 then failed: .*(dmuon \w+ of|waiting for the other ranks)", err)
+        restart = re.fullmatch(r"restart 1 of 1: going on from out/checkpoint/step-(\d+)", said[-1])
+        assert restart and restart[1] in ("3", "6")
     found = re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", "".join(lines) + out)
-    assert [int(step) for step, _ in found][-1] == 9
-    losses: dict[str, set[str]] = {}
-    for step, loss in found:
-        losses.setdefault(step, set()).add(loss)
-    assert len(found) > len(losses), "no step was taken twice"
-    assert all(len(values) == 1 for values in losses.values()), losses
+    assert len(found) > 9, "no step was taken twice"
+    wanted = {str(step): f"{loss:.5f}" for step, loss in enumerate(undisturbed, 1)}
+    assert all(wanted[step] == loss for step, loss in found), (wanted, found)
+    assert found[-1][0] == "9"
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ class _ForPeople(logging.Filter):
             record.levelno >= logging.WARNING
             or record.name.startswith("torchtitan_dmuon")
             or "validate step:" in message
-            or message.startswith("Loading the checkpoint from")
         )
 
 

@@ -47,6 +47,7 @@ class Trainer(titan.Trainer):
         """Tell the checkpoint manager what its checkpoints are of."""
         spec, dims = self.config.model_spec, self.parallel_dims
         assert spec is not None
+        schedule = self.config.lr_scheduler
         folder = getattr(self.tokenizer, "tokenizer_path", None)
         checkpointer.introduce(
             {
@@ -55,9 +56,17 @@ class Trainer(titan.Trainer):
                     "flavor": spec.flavor,
                     "vocab_size": spec.model.vocab_size,
                 },
-                "seq_len": self.config.training.seq_len,
-                "layout": f"{getattr(self.config.parallelism, 'mode', 'fsdp')} on "
-                f"{dims.dp_replicate} x {dims.dp_shard} ranks",
+                "job": {
+                    "layout": f"{getattr(self.config.parallelism, 'mode', 'fsdp')} on "
+                    f"{dims.dp_replicate} x {dims.dp_shard} ranks",
+                    "tokens a step": self._sequences() * self.config.training.seq_len,
+                    "seq_len": self.config.training.seq_len,
+                    "warmup_steps": schedule.warmup_steps,
+                    "total_steps": schedule.total_steps or self.config.training.steps,
+                    "decay_ratio": schedule.decay_ratio,
+                    "decay_type": schedule.decay_type,
+                    "min_lr_factor": schedule.min_lr_factor,
+                },
             },
             tokenizer=Path(folder) if folder else None,
             timeout=timedelta(seconds=self.config.comm.train_timeout_seconds),
@@ -96,22 +105,23 @@ class Trainer(titan.Trainer):
         if self.step % self.config.checkpoint.interval:
             self.checkpointer.save(self.step, last_step=True)
 
+    def _sequences(self) -> int:
+        """Sequences of one step on all ranks."""
+        dims = self.parallel_dims
+        ranks = dims.dp_replicate * dims.dp_shard
+        steps = self.gradient_accumulation_steps
+        return int(self.config.training.local_batch_size * ranks * steps)
+
     def describe(self) -> str:
         """One line: model, parameters, layout, batch."""
         dims, training, spec = self.parallel_dims, self.config.training, self.config.model_spec
         assert spec is not None
         parameters = sum(p.numel() for m in self.model_parts for p in m.parameters())
-        sequences = (
-            training.local_batch_size
-            * dims.dp_replicate
-            * dims.dp_shard
-            * self.gradient_accumulation_steps
-        )
         others = {"context": dims.cp, "tensor": dims.tp, "pipeline": dims.pp, "expert": dims.ep}
         more = "".join(f", {name} {degree}" for name, degree in others.items() if degree > 1)
         return (
             f"{spec.name} {spec.flavor}: {parameters:,} parameters, "
             f"{getattr(self.config.parallelism, 'mode', 'fsdp')} on {dims.dp_replicate} x "
             f"{dims.dp_shard} {device_type} ranks (replicate x shard{more}), "
-            f"{sequences} x {training.seq_len} tokens a step"
+            f"{self._sequences()} x {training.seq_len} tokens a step"
         )

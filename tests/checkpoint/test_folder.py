@@ -17,7 +17,7 @@ import torch
 from tests.checkpoint.jobs import Job, Layout, Lines, open_world, stored
 from tests.worlds import run_world
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
-from torchtitan_dmuon.checkpoint.folder import INDEX, CheckpointFolder
+from torchtitan_dmuon.checkpoint.folder import INDEX, CheckpointFolder, remove
 
 ONE = Layout("owner", (1, 1))
 
@@ -64,6 +64,53 @@ def test_the_newest_complete_one_is_loaded(job: Job) -> None:
     assert job.step == 10
     assert [line for line in lines if "not complete" in line and "step-11" in line]
     assert job.manager.load(2) and job.step == 2
+
+
+def test_going_back_leaves_the_other_course_aside(job: Job) -> None:
+    """A job that goes on from an earlier step keeps what it saves, although later steps are there;
+    those are set aside, not deleted, and a start goes on from its own newest one."""
+    for step in (4, 6):
+        job.step = step
+        job.manager.save(step)
+    job.manager.keep_latest_k = 2
+    assert job.manager.load(2)
+    folder = job.manager.checkpoints
+    job.step = 3
+    job.manager.save(3)
+    assert folder.complete() == [2, 3]
+    assert {"aside.4.1", "aside.6.1"} <= set(_names(folder.path))
+    assert job.manager.load() and job.step == 3
+
+
+def test_only_names_that_saves_give_count(job: Job) -> None:
+    """Copies and exports beside the checkpoints, whatever they are called, are left alone."""
+    folder = job.manager.checkpoints
+    for name in ("step-007", "step-4-hf", "step-4.partial", "step-best", "step-\u0663"):
+        _make(folder.path / name, INDEX, "model.safetensors")
+    assert folder.complete() == [2]
+    assert folder.torn() == []
+    assert folder.exports() == {}
+    assert job.manager.load() and job.step == 2
+
+
+def test_a_checkpoint_that_is_a_link_is_replaced_and_deleted(job: Job, tmp_path: Path) -> None:
+    """One that was moved to another disk, with a link in its place, is as good as any."""
+    folder = job.manager.checkpoints
+    folder.at(2).rename(tmp_path / "disk")
+    folder.at(2).symlink_to(tmp_path / "disk")
+    assert job.manager.load(2)
+    job.step = 2
+    job.manager.save(2)
+    assert not folder.at(2).is_symlink() and job.manager.load(2)
+    assert _names(folder.path) == ["step-2"]
+    folder.at(2).rename(tmp_path / "disk2")
+    folder.at(2).symlink_to(tmp_path / "disk2")
+    job.step = 5
+    job.manager.save(5)
+    for path in folder.retire(1):
+        remove(path)
+    assert _names(folder.path) == ["step-5"]
+    assert not (tmp_path / "disk2").exists()
 
 
 def test_a_step_that_is_not_there_is_said(job: Job) -> None:

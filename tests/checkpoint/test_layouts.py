@@ -37,6 +37,8 @@ SAME_RULE = [
     (HSDP4, ONE),
     (ONE, HSDP4),
     (HSDP4, HSDP8),
+    (HSDP8, DDP4),
+    (HSDP8, ONE),
     (FSDP2, FSDP3),
     (FSDP3, FUSED4),
     (FUSED4, DDP4),

@@ -149,6 +149,7 @@ def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str
         (["--comm.mode", "fake_backend"], r"comm.mode: 'fake_backend' is not one of"),
         (["--override.imports", "nope.x"], r"override.imports: nope.x: No module named 'nope'"),
         (["--checkpoint.enable", "--checkpoint.folder", "s3://b/c"], r"object stores cannot"),
+        (["--checkpoint.enable", "--dump_folder", "s3://b/c"], r"^--dump_folder: .*object stores"),
         (
             ["--checkpoint.enable", "--checkpoint.exclude_from_loading", "optimiser"],
             r"unknown part 'optimiser'; did you mean 'optimizer'\? expected some of",
@@ -239,6 +240,18 @@ def test_a_tokenizer_folder_is_checked(write, tmp_path: Path) -> None:
 def test_spmd_types_needs_a_newer_torch(write) -> None:
     """On torch 2.13 asking for spmd_types is an error up front, not a crash inside FSDP2."""
     assert "2.14" in _message(write(JOB), "--parallelism.spmd_backend", "spmd_types")
+
+
+def test_where_to_start_from_is_relative_to_where_one_is(
+    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """initial_load_path as a user types it, on the command line and in a file."""
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"x": torch.ones(1)}, checkpoint_id="seed/step-0", no_dist=True)
+    job = _resolve(
+        write(JOB), "--checkpoint.enable", "--checkpoint.initial_load_path", "seed/step-0"
+    )
+    assert job.config.checkpoint.initial_load_path == str(tmp_path / "seed" / "step-0")
 
 
 def test_an_export_is_not_resumed_from(write, tmp_path: Path) -> None:

@@ -254,6 +254,9 @@ class ArchiveWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Refuse before the first byte if it cannot fit."""
+        final = self.folder.at(self.step)
+        if final.exists() and not final.is_dir():
+            raise CheckpointError(f"{final}: a file is in the way; nothing was written")
         needed = sum(map(_bytes, plans))
         free = shutil.disk_usage(self.folder.path).free
         if needed > free:

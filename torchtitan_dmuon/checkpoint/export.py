@@ -278,7 +278,6 @@ def run_import(
     usage, progress = Usage(), _Progress()
 
     def written(name: str, done: int, total: int) -> None:
-        usage.sample()
         progress.say(name, done, total, at_most_every=2)
 
     path, size = import_model(
@@ -289,7 +288,7 @@ def run_import(
         "model": model.title,
         "bytes": size,
         "seconds": round(usage.seconds, 3),
-        "peak_bytes": usage.sampled_bytes,
+        "peak_bytes": usage.peak_bytes,
     }
     start = f"; start from it: --checkpoint.enable --checkpoint.initial_load_path {path}"
     _print_result(options.json, result, f"{options.folder} -> {path}", start)

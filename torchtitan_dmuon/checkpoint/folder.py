@@ -23,8 +23,8 @@ from torchtitan_dmuon.log import logger
 INDEX = ".metadata"
 """DCP's index of a checkpoint, the last file that it writes."""
 
-_STEP = re.compile(r"step-(\d+)")
-_LEFT_OVER = re.compile(r"(saving|deleting|replaced)\.(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_LEFT_OVER = re.compile(r"(saving|deleting|replaced)\.([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,22 @@ class CheckpointFolder:
 
         Exports for other programs are none.
         """
-        return [
-            path
-            for _, path in self._steps()
-            if not (path / INDEX).is_file() and not any(path.glob("*.safetensors*"))
-        ]
+        exports = self.exports().values()
+        return [p for _, p in self._steps() if not (p / INDEX).is_file() and p not in exports]
+
+    def exports(self) -> dict[int, Path]:
+        """Return, by step, models that were saved for other programs and cannot be continued."""
+        return {
+            step: path
+            for step, path in self._steps()
+            if not (path / INDEX).is_file() and any(path.glob("*.safetensors*"))
+        }
+
+    def lost_names(self) -> list[int]:
+        """Return the steps whose checkpoint is whole but has lost its name, until `recover`."""
+        found = [_LEFT_OVER.fullmatch(p.parent.name) for p in self.path.glob(f"replaced.*/{INDEX}")]
+        steps = {int(m[2]) for m in found if m}
+        return sorted(steps - set(self.complete()))
 
     def choose(self, step: int | None = None) -> int | None:
         """Return the step to load: the given one, or the newest; None if there is none yet.
@@ -84,17 +95,35 @@ class CheckpointFolder:
         """Make what was written as `saving` the checkpoint of its step.
 
         A checkpoint of that step that is there already (of a run that went on from an earlier one)
-        is replaced; until the new one has its name the old one is there, as `replaced.N`.
+        is replaced; until the new one has its name the old one is there, as `replaced.N`. Those of
+        later steps are then of another course of the job, and are set aside.
         """
         final, replaced = self.at(step), self.path / f"replaced.{step}"
         if final.exists():
             if replaced.exists():
-                shutil.rmtree(replaced)
+                remove(replaced)
             final.rename(replaced)
         self.saving(step).rename(final)
         sync(self.path)
         if replaced.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove(replaced)
+        self._set_aside_later(step)
+
+    def _set_aside_later(self, step: int) -> None:
+        """Take the checkpoints behind a step that was just saved out of use.
+
+        They are of another course of the job, which went on from an earlier one; it would take
+        them for its newest ones, and delete its own.
+        """
+        for later in self.complete():
+            if later > step:
+                number = 1
+                while (target := self.path / f"aside.{later}.{number}").exists():
+                    number += 1
+                self.at(later).rename(target)
+                logger.warning(
+                    "step-%d is of another course of this job and is kept as %s", later, target
+                )
 
     def retire(self, keep: int) -> list[Path]:
         """Take all but the newest `keep` complete checkpoints out of use; return what to delete.
@@ -105,7 +134,7 @@ class CheckpointFolder:
         for step in self.complete()[:-keep]:
             target = self.path / f"deleting.{step}"
             if target.exists():
-                shutil.rmtree(target)
+                remove(target)
             self.at(step).rename(target)
             retired.append(target)
         return retired
@@ -121,13 +150,13 @@ class CheckpointFolder:
             step = int(match[2])
             if match[1] == "replaced" and not (self.at(step) / INDEX).is_file():
                 # Died between the two renames of `commit`.
-                shutil.rmtree(self.at(step), ignore_errors=True)
+                remove(self.at(step))
                 path.rename(self.at(step))
                 logger.warning("checkpoint step-%d restored; its replacement was lost", step)
             else:
                 if match[1] == "saving":
                     logger.warning("step-%d was not saved whole; what there is is removed", step)
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def lock(self) -> IO[str] | None:
         """Make the folder, and claim it until the returned file is closed or the process dies.
@@ -162,6 +191,15 @@ class CheckpointFolder:
                 return None
             raise CheckpointError(f"{self.path}: cannot be written: {e.strerror or e}") from None
         return file
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint as far as can be; of one that is a link, the link and what it holds."""
+    path = Path(path)
+    target = path.resolve()
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(target, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:

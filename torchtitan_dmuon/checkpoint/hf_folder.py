@@ -25,7 +25,6 @@ class Usage:
         with contextlib.suppress(OSError):  # a container may not allow it
             settle()
         self._memory = status_bytes("VmRSS")
-        self._anonymous = self._largest = status_bytes("RssAnon")
         self._start = time.monotonic()
 
     @property
@@ -37,15 +36,6 @@ class Usage:
     def peak_bytes(self) -> int:
         """Largest growth of the process's resident set since the start."""
         return max(0, status_bytes("VmHWM") - self._memory)
-
-    def sample(self) -> None:
-        """Look at the memory that is no file's."""
-        self._largest = max(self._largest, status_bytes("RssAnon"))
-
-    @property
-    def sampled_bytes(self) -> int:
-        """Largest growth of it among the samples; pages of mapped files are not in it."""
-        return self._largest - self._anonymous
 
 
 def refuse_existing(target: Path) -> None:

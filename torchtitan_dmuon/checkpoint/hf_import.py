@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -240,16 +239,12 @@ def import_model(folder: Path, model: HFModel, to: Path, progress: Progress) -> 
             "flavor": model.flavor,
             "vocab_size": model.hf_config["vocab_size"],
         },
-        "layout": "imported from Hugging Face files",
     }
     tokenizer = folder if (folder / "tokenizer.json").is_file() else None
     lock = checkpoints.lock()
     try:
         checkpoints.recover()
-        with warnings.catch_warnings():
-            # That there is no process group is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            write(states, ArchiveWriter(checkpoints, 0, facts, tokenizer))
+        write(states, ArchiveWriter(checkpoints, 0, facts, tokenizer))
     finally:
         if lock is not None:
             lock.close()

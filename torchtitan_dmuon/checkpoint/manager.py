@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -17,38 +18,40 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 from torchtitan.components import checkpointer as titan
 from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
 from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveWriter
-from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
+from torchtitan_dmuon.checkpoint.folder import CheckpointFolder, remove
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 from torchtitan_dmuon.checkpoint.meter import Meter
 from torchtitan_dmuon.checkpoint.own_loop import set_learning_rates
-from torchtitan_dmuon.checkpoint.planners import SavePlanner, differing_settings
+from torchtitan_dmuon.checkpoint.planners import OPTIMIZER, RANDOM, SavePlanner
+from torchtitan_dmuon.checkpoint.settings import facts, say_loaded
 from torchtitan_dmuon.checkpoint.state import (
     ModelState,
     OptimizerState,
     RandomState,
     muon_state,
-    settings,
 )
 from torchtitan_dmuon.checkpoint.transfer import (
     explained_save,
     is_first,
     on_first_rank,
     read,
+    say_read,
+    say_saved,
     write,
 )
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_parts
 from torchtitan_dmuon.optim.container import MuonContainer
 from torchtitan_dmuon.runtime.site import sites_of
-
-RANDOM = "rng"
 
 
 class CheckpointManager(titan.CheckpointManager):
@@ -65,7 +68,21 @@ class CheckpointManager(titan.CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.CheckpointManager.Config):
-        pass
+        initial_load_path: str | None = None
+        """Checkpoint to start from where the job has none; relative to where it is started."""
+
+        exclude_from_loading: list[str] = field(default_factory=list)
+        """Parts not to load: optimizer, lr_scheduler, dataloader, train_state, rng."""
+
+        keep_latest_k: int = 10
+        """How many of the newest checkpoints are kept, at least 2; 0 keeps all."""
+
+        def __post_init__(self) -> None:
+            path = (self.initial_load_path or "").strip()
+            if path and "://" not in path:
+                # torchtitan wants it absolute; here it is relative to where the job is started.
+                self.initial_load_path = os.path.abspath(os.path.expanduser(path))
+            titan.CheckpointManager.Config.__post_init__(self)
 
     def __init__(
         self,
@@ -114,7 +131,7 @@ class CheckpointManager(titan.CheckpointManager):
         self.states = {
             **states,
             titan.MODEL: _model_state(model_parts),
-            titan.OPTIMIZER: _optimizer_state(optimizers, model_parts),
+            OPTIMIZER: _optimizer_state(optimizers, model_parts),
             titan.DATALOADER: dataloader,
             titan.LR_SCHEDULER: lr_schedulers,
             RANDOM: RandomState(self.device),
@@ -132,7 +149,7 @@ class CheckpointManager(titan.CheckpointManager):
         if self.keep_latest_k:
             self.purge_queue: queue.Queue[str | None] = queue.Queue()
             self.purge_thread = threading.Thread(
-                target=purge_thread, args=(self.purge_queue, filesystem.rmtree), daemon=True
+                target=purge_thread, args=(self.purge_queue, remove), daemon=True
             )
             self.purge_thread.start()
 
@@ -178,12 +195,12 @@ class CheckpointManager(titan.CheckpointManager):
             self._save_last_step(curr_step)
             return True
         meter = Meter(self.device)
-        facts = {**self._facts, "settings": _compact(settings(self._optimizers.optimizers))}
-        writer = ArchiveWriter(self.checkpoints, curr_step, facts, self._tokenizer)
+        noted = facts(self._optimizers.optimizers, self._facts)
+        writer = ArchiveWriter(self.checkpoints, curr_step, noted, self._tokenizer)
         states = self._states_to_save(curr_step, last_step)
         if last_step or self.async_mode is titan.AsyncMode.DISABLED:
             write(states, writer)
-            self._say_saved(writer, meter)
+            say_saved(writer, meter)
         else:
             self._save_async(states, writer, meter)
         self._delete_old()
@@ -215,29 +232,18 @@ class CheckpointManager(titan.CheckpointManager):
         else:
             self.save_future = result
         logger.info(
-            "step-%d staged in %.2f s, %s until the next save; it is written beside the training",
+            "step-%d staged in %.2f s, to be written beside the training; %.1f MiB of host memory "
+            "hold it until the next save",
             writer.step,
             meter.seconds,
-            meter.retained(),
+            _held_bytes(states) / 2**20,
         )
 
         def done(future: Any) -> None:
             if future.exception() is None:
-                self._say_saved(writer, meter)
+                say_saved(writer, meter)
 
         self.save_future.add_done_callback(done)
-
-    def _say_saved(self, writer: ArchiveWriter, meter: Meter) -> None:
-        if self.first:
-            total, largest = (size / 2**20 for size in writer.written)
-            logger.info(
-                "saved %s: %.1f MiB, at most %.1f by one rank, in %.2f s; %s",
-                self.checkpoints.at(writer.step),
-                total,
-                largest,
-                meter.seconds,
-                meter.retained(),
-            )
 
     def _wait_for_saving(self) -> None:
         assert self._writer is not None
@@ -258,7 +264,6 @@ class CheckpointManager(titan.CheckpointManager):
             logger.info("no checkpoint in %s yet: a fresh start", self.folder)
             return False
         path, model_only, from_hf = source
-        logger.info("Loading the checkpoint from %s.", path)
         meter = Meter(self.device)
         if from_hf:
             self.dcp_load(
@@ -274,42 +279,23 @@ class CheckpointManager(titan.CheckpointManager):
         self.states[titan.MODEL].load_state_dict(states)
         for scheduler in self.states[titan.LR_SCHEDULER].schedulers:
             set_learning_rates(scheduler)
-        logger.info(
-            "loaded %s%s: %.1f MiB in all, in %.2f s; %s",
-            path,
-            " (the model alone)" if model_only else "",
-            archive.bytes / 2**20,
-            meter.seconds,
-            meter.retained(),
-        )
+        say_read(archive, meter, model_only=model_only)
         if not model_only:
-            self._say_differences(archive, fresh)
+            say_loaded(archive, fresh, self._optimizers.optimizers, self._facts)
         return True
 
     def _choose(self, step: int) -> tuple[str, bool, bool] | None:
         """Return path, whether the model alone is loaded, and whether it is Hugging Face's."""
         found = self.checkpoints.choose(None if step == -1 else step)
         if found is not None:
+            if self.initial_load_path:
+                logger.warning("initial_load_path is not used: %s has step-%d", self.folder, found)
             return str(self.checkpoints.at(found)), found == 0, False
         if self.initial_load_path:
             return self.initial_load_path, self.initial_load_model_only, self.initial_load_in_hf
         if self.initial_load_in_hf:
             return self.sd_adapter.hf_assets_path, True, True
         return None
-
-    def _say_differences(self, archive: Archive, fresh: Sequence[str]) -> None:
-        if fresh:
-            names = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
-            logger.info(
-                "optimizer state starts fresh, since another rule updated them: %d parameters (%s)",
-                len(fresh),
-                names,
-            )
-        stored = _expand((archive.manifest or {}).get("settings", []))
-        here = settings(self._optimizers.optimizers)
-        changes = differing_settings(stored, {k: v for k, v in here.items() if k not in fresh})
-        if changes:
-            logger.info("settings changed since the checkpoint: %s", "; ".join(changes))
 
 
 def _model_state(model_parts: list[nn.Module]) -> Any:
@@ -330,22 +316,19 @@ def _optimizer_state(optimizers: Any, model_parts: list[nn.Module]) -> Optimizer
     return OptimizerState(optimizers.state_dict, parts)
 
 
+def _held_bytes(states: Any) -> int:
+    """Return the bytes of all tensors of a state that this rank holds."""
+    if isinstance(states, Stateful):
+        return _held_bytes(states.state_dict())
+    if isinstance(states, Mapping):
+        return sum(map(_held_bytes, states.values()))
+    if isinstance(states, HeldTensor):
+        return sum(tensor.nbytes for _, tensor in states.boxes)
+    if isinstance(states, DTensor):
+        return states.to_local().nbytes
+    return states.nbytes if isinstance(states, torch.Tensor) else 0
+
+
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     is_float = isinstance(value, torch.Tensor | HeldTensor) and value.dtype.is_floating_point
     return value.to(dtype) if is_float and dtype is not None else value
-
-
-def _compact(by_name: Mapping[str, dict[str, Any]]) -> list[Any]:
-    """Return settings as a list of (settings, names), since most parameters share them."""
-    kinds: list[tuple[dict[str, Any], list[str]]] = []
-    for name, options in by_name.items():
-        known = next((names for other, names in kinds if other == options), None)
-        if known is None:
-            kinds.append((options, [name]))
-        else:
-            known.append(name)
-    return [list(kind) for kind in kinds]
-
-
-def _expand(kinds: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    return {name: options for options, names in kinds for name in names}

@@ -33,8 +33,8 @@ class Meter:
         return time.monotonic() - self._start
 
     def retained(self) -> str:
-        """Say how much more memory this process holds than at the start."""
+        """Say how much more memory this rank holds than at the start."""
         host, device = (now - then for now, then in zip(self._now(), self._held, strict=True))
-        text = f"{host / 2**20:+.1f} MiB of memory retained"
-        more = "" if self.device.type == "cpu" else f", {device / 2**20:+.1f} MiB on the GPU"
+        text = f"{max(0, host) / 2**20:.1f} MiB of memory retained"
+        more = "" if self.device.type == "cpu" else f", {max(0, device) / 2**20:.1f} on the GPU"
         return text + more

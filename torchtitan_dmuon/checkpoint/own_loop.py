@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_dmuon.arguments import expect, is_count
 from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveWriter
-from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
+from torchtitan_dmuon.checkpoint.errors import CheckpointError
+from torchtitan_dmuon.checkpoint.folder import INDEX, CheckpointFolder, remove
+from torchtitan_dmuon.checkpoint.meter import Meter
+from torchtitan_dmuon.checkpoint.planners import OPTIMIZER, RANDOM
+from torchtitan_dmuon.checkpoint.settings import facts, say_loaded
 from torchtitan_dmuon.checkpoint.state import (
     ModelState,
     OptimizerState,
     RandomState,
     muon_state,
 )
-from torchtitan_dmuon.checkpoint.transfer import on_first_rank, read, write
-from torchtitan_dmuon.log import logger
+from torchtitan_dmuon.checkpoint.transfer import (
+    on_first_rank,
+    read,
+    say_read,
+    say_saved,
+    write,
+)
 from torchtitan_dmuon.optim.muon import Muon
 from torchtitan_dmuon.runtime.dedicate import runtime_of
-
-OPTIMIZER, RANDOM = "optimizer", "rng"
 
 
 def save_checkpoint(
@@ -55,28 +64,35 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: it cannot be written; nothing was overwritten.
+        ValueError: a name in `extra` is taken, or a value is none that could be loaded again.
         RuntimeError: another rank is lost.
     """
     expect("step", step, lambda v: is_count(v, 0), "a whole number >= 0")
     expect("keep", keep, lambda v: is_count(v, 0), "a whole number >= 0")
     checkpoints = CheckpointFolder(Path(folder))
+    meter = Meter(runtime_of(model).device)
+    states = _states(model, optimizer, extra)
+    lock: IO[str] | None = None
 
-    def make_room() -> None:
+    def claim() -> None:
+        nonlocal lock
         lock = checkpoints.lock()
         checkpoints.recover()
-        if lock is not None:
-            lock.close()
-
-    on_first_rank(f"saving to {folder}", make_room)
-    states = _states(model, optimizer, extra)
-    write(states, ArchiveWriter(checkpoints, step, {}))
 
     def delete_old() -> None:
-        checkpoints.retire(keep)
-        checkpoints.recover()
+        for path in checkpoints.retire(keep):
+            remove(path)
 
-    if keep:
-        on_first_rank(f"deleting from {folder}", delete_old)
+    try:
+        on_first_rank(f"saving to {folder}", claim)
+        writer = ArchiveWriter(checkpoints, step, facts([optimizer], {}))
+        write(states, writer)
+        if keep:
+            on_first_rank(f"deleting from {folder}", delete_old)
+    finally:
+        if lock is not None:
+            lock.close()
+    say_saved(writer, meter)
     return checkpoints.at(step)
 
 
@@ -87,6 +103,7 @@ def load_checkpoint(
     extra: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
+    exclude: Collection[str] = (),
 ) -> int | None:
     """Load the newest complete checkpoint, written on any number of ranks. Collective.
 
@@ -98,6 +115,7 @@ def load_checkpoint(
         model, optimizer, extra: As for `save_checkpoint`; `extra` with the same names. They are
             changed in place.
         step: Load this one instead.
+        exclude: Parts that are not loaded: "optimizer", "rng", names in `extra`.
 
     Returns:
         The step, or None if there is no checkpoint yet.
@@ -107,32 +125,65 @@ def load_checkpoint(
         RuntimeError: another rank is lost.
     """
     checkpoints = CheckpointFolder(Path(folder))
-    found = on_first_rank(f"loading from {folder}", lambda: checkpoints.choose(step))
+    meter = Meter(runtime_of(model).device)
+
+    def choose() -> int | None:
+        if (checkpoints.path / INDEX).is_file():
+            raise CheckpointError(f"{folder}: expected the folder around it, and step=N")
+        if checkpoints.lost_names():
+            with checkpoints.lock() or nullcontext():
+                checkpoints.recover()
+        return checkpoints.choose(step)
+
+    found = on_first_rank(f"loading from {folder}", choose)
     if found is None:
         return None
     archive = Archive.open(checkpoints.at(found))
     states = _states(model, optimizer, extra)
-    fresh = read(states, archive, states)
-    ModelState(model).load_state_dict(states)
-    for value in (extra or {}).values():
-        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+    wanted = {key: value for key, value in states.items() if key not in exclude}
+    fresh = read(wanted, archive, states)
+    ModelState(model).load_state_dict(wanted)
+    for name, value in (extra or {}).items():
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and name not in exclude:
             set_learning_rates(value)
-    if fresh:
-        logger.info("optimizer state starts fresh, updated by another rule so far: %s", fresh)
+    say_read(archive, meter)
+    say_loaded(archive, fresh, [optimizer], {})
     return found
 
 
 def _states(model: nn.Module, optimizer: Muon, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    reserved = {OPTIMIZER, RANDOM}
-    taken = reserved & set(extra or {})
-    if taken:
-        raise ValueError(f"extra: {', '.join(sorted(taken))} is saved already; choose another name")
+    weights = ModelState(model).state_dict()
+    _check_extra(extra or {}, {OPTIMIZER, RANDOM, *(key.split(".")[0] for key in weights)})
     return {
-        **ModelState(model).state_dict(),
+        **weights,
         OPTIMIZER: OptimizerState(lambda: muon_state(optimizer)),
         RANDOM: RandomState(runtime_of(model).device),
         **(extra or {}),
     }
+
+
+def _check_extra(extra: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Refuse what would be saved and could not be loaded again, or take the place of a weight."""
+    for name, value in extra.items():
+        if name in taken or "." in name:
+            raise ValueError(
+                f"extra: {name} is a name of the model or its optimizer's; use another"
+            )
+        state = value.state_dict() if isinstance(value, Stateful) else value
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"extra: {name}: expected a dict, or an object with state_dict and "
+                f"load_state_dict, got {type(value).__name__}"
+            )
+        _check_keys(name, state)
+
+
+def _check_keys(where: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"extra: {where}: expected names for keys, got {key!r}")
+            _check_keys(f"{where}.{key}", inner)
 
 
 def set_learning_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:

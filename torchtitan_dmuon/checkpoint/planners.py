@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dmuon.checkpoint.archive import Archive, load_plain
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 
-OPTIMIZER = "optimizer"
-OPTIONAL = ("rng",)
+OPTIMIZER, RANDOM = "optimizer", "rng"
+OPTIONAL = (RANDOM,)
 """Parts of a job's state that a checkpoint may lack."""
 
 _STATE = f"{OPTIMIZER}.state."
@@ -46,6 +46,14 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
         return held.at(index) if isinstance(held, HeldTensor) else super().lookup_object(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Serialize a value; refuse one that could never be loaded."""
+        data = super().transform_object(write_item, object)
+        if isinstance(data, io.BytesIO) and not _is_plain(object):
+            name = write_item.index.fqn
+            load_plain(io.BytesIO(data.getvalue()), f"{name} ({type(object).__name__})")
+        return data
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -136,7 +144,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 '["dataloader"]'
             )
         if tops == {OPTIMIZER}:
-            return '; to start it fresh, set checkpoint.exclude_from_loading = ["optimizer"]'
+            return (
+                "; to start all of it fresh, leave it out (checkpoint.exclude_from_loading, or "
+                'exclude of load_checkpoint: "optimizer")'
+            )
         return f"; it is of the model {model['name']} {model['flavor']}" if model else ""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -147,6 +158,12 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         held = self.state_dict[index.fqn]
         return held.at(index) if isinstance(held, HeldTensor) else super().lookup_tensor(index)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)
 
 
 def fresh_state(wanted: Iterable[str], stored: Iterable[str]) -> set[str]:
@@ -188,25 +205,3 @@ def some(names: Sequence[str], separator: str = ", ") -> str:
     shown = separator.join(sorted(names)[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def differing_settings(
-    stored: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Say how optimizer settings differ from those that a checkpoint was made with.
-
-    Args:
-        stored: Settings by parameter name, as `state.settings` gives them.
-        here: The same, of this job.
-
-    Returns:
-        One text for each kind of difference, with the number of parameters.
-    """
-    counts: dict[str, int] = {}
-    for name, settings in here.items():
-        for key, value in settings.items():
-            old = stored.get(name, {}).get(key, value)
-            if old != value:
-                text = f"{key} {old} -> {value}"
-                counts[text] = counts.get(text, 0) + 1
-    return [f"{text} ({n} parameter{'s' * (n > 1)})" for text, n in sorted(counts.items())]

@@ -7,7 +7,7 @@ matrices share a parameter are part of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,13 @@ class ModelState:
             for part in _parts(self.parts, name, group.parameters[index].shape):
                 result[part.name] = part.hold(group.precision.master, mine)
         result.update(_buffers(self.model))
+        result.update({key: m.get_extra_state() for key, m in _with_extra_state(self.model)})
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Note that masters were written: nothing computes before the copies have followed."""
+        for key, module in _with_extra_state(self.model):
+            module.set_extra_state(state_dict[key])
         runtime_of(self.model).mark_stale()
 
 
@@ -155,29 +158,6 @@ class RandomState:
             torch.get_device_module(self.device).set_rng_state(state["device"])
 
 
-def settings(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each parameter by name, as JSON has them."""
-    result = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            options = {
-                key: _plain(value)
-                for key, value in group.items()
-                if key not in ("params", "param_names", "lr", "initial_lr")
-            }
-            options["lr"] = _plain(group.get("initial_lr", group.get("lr")))
-            result.update(dict.fromkeys(group["param_names"], options))
-    return result
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
 def _parts(parts: Parts, name: str, shape: Sequence[int]) -> Sequence[Part]:
     return parts.get(name) or [Part.whole(name, shape)]
 
@@ -187,6 +167,12 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield canonical_name(f"{prefix}._extra_state" if prefix else "_extra_state"), module
 
 
 def _stretches(value: torch.Tensor) -> list[tuple[int, torch.Tensor]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -14,7 +15,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveReader, ArchiveWriter
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
+from torchtitan_dmuon.checkpoint.meter import Meter
 from torchtitan_dmuon.checkpoint.planners import LoadPlanner, SavePlanner
+from torchtitan_dmuon.log import logger
 
 T = TypeVar("T")
 
@@ -62,7 +65,7 @@ def write(states: dict[str, Any], writer: ArchiveWriter) -> None:
         CheckpointError: it cannot be written; what there was before is as it was.
         RuntimeError: another rank is lost.
     """
-    with explained_save(writer):
+    with explained_save(writer), _alone_is_fine():
         save(states, storage_writer=writer, planner=SavePlanner())
 
 
@@ -83,9 +86,36 @@ def read(states: dict[str, Any], archive: Archive, parts: Iterable[str]) -> Sequ
     """
     fresh: list[str] = []
     planner = LoadPlanner(archive, parts, fresh.extend)
-    with _explained(f"loading {archive.path} failed", ""):
+    with _explained(f"loading {archive.path} failed", ""), _alone_is_fine():
         load(states, storage_reader=ArchiveReader(archive), planner=planner)
     return fresh
+
+
+def say_saved(writer: ArchiveWriter, meter: Meter) -> None:
+    """Log the size, the time and the memory of a save, on the first rank."""
+    if is_first():
+        total, largest = (size / 2**20 for size in writer.written)
+        logger.info(
+            "saved %s: %.1f MiB, at most %.1f by one rank, in %.2f s; %s",
+            writer.folder.at(writer.step),
+            total,
+            largest,
+            meter.seconds,
+            meter.retained(),
+        )
+
+
+def say_read(archive: Archive, meter: Meter, *, model_only: bool = False) -> None:
+    """Log the size, the time and the memory of a load, on the first rank."""
+    if is_first():
+        logger.info(
+            "loaded %s%s: %.1f MiB in all, in %.2f s; %s",
+            "the model alone of " if model_only else "",
+            archive.path,
+            archive.bytes / 2**20,
+            meter.seconds,
+            meter.retained(),
+        )
 
 
 @contextmanager
@@ -107,6 +137,14 @@ def explained_save(writer: ArchiveWriter) -> Iterator[None]:
         if is_first():
             shutil.rmtree(folder.saving(writer.step), ignore_errors=True)
         raise
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # That there is no process group is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 @contextmanager

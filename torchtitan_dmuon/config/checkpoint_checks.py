@@ -7,10 +7,11 @@ from pathlib import Path
 from torchtitan_dmuon.checkpoint.archive import Archive
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
+from torchtitan_dmuon.checkpoint.planners import OPTIMIZER, RANDOM
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
 
-_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
+_PARTS = (OPTIMIZER, "lr_scheduler", "dataloader", "train_state", RANDOM)
 """Parts of a checkpoint that a job need not load."""
 
 
@@ -30,12 +31,16 @@ def check_checkpoint(job: Job, world_size: int, device: str) -> None:
         )
     if not c.enable:
         return
-    for key in ("folder", "initial_load_path"):
-        value = getattr(c, key) or ""
+    places = {
+        "checkpoint.folder": c.folder,
+        "checkpoint.initial_load_path": c.initial_load_path or "",
+        "dump_folder": job.config.dump_folder,
+    }
+    for key, value in places.items():
         if "://" in value:
             raise ConfigError(
-                f"{job.at(f'checkpoint.{key}')}: expected a folder that all nodes see, got "
-                f"{value}; object stores cannot rename a checkpoint as one"
+                f"{job.at(key)}: expected a folder that all nodes see, got {value}; object stores "
+                "cannot rename a checkpoint as one"
             )
     for name in c.exclude_from_loading:
         if name not in _PARTS:
@@ -51,6 +56,12 @@ def check_checkpoint(job: Job, world_size: int, device: str) -> None:
     folder = Path(job.config.dump_folder, c.folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{job.at('checkpoint.folder')}: {folder} is not a folder")
+    there = CheckpointFolder(folder).complete()
+    if c.create_seed_checkpoint and there:
+        raise ConfigError(
+            f"{job.at('checkpoint.create_seed_checkpoint')}: {folder} has step-{there[-1]} "
+            "already; set another dump_folder"
+        )
     step = _step_to_load(job, folder)
     if step is not None:
         _check_whole(job, "load_step", CheckpointFolder(folder).at(step))
@@ -66,17 +77,15 @@ def check_checkpoint(job: Job, world_size: int, device: str) -> None:
 
 def _step_to_load(job: Job, folder: Path) -> int | None:
     c = job.config.checkpoint
-    complete = CheckpointFolder(folder).complete()
-    exported = [
-        int(p.parent.name.removeprefix("step-"))
-        for p in folder.glob("step-*/model*.safetensors*")
-        if not p.with_name(".metadata").exists()
-    ]
+    checkpoints = CheckpointFolder(folder)
+    complete, exported = checkpoints.complete(), checkpoints.exports()
+    if checkpoints.lost_names():
+        return None  # the first rank gives them back their names, and then looks
     newest = c.load_step if c.load_step != -1 else max([*exported, *complete], default=None)
     if newest in exported:
         last = f"--checkpoint.load_step {max(complete)}" if complete else "another dump_folder"
         raise ConfigError(
-            f"{job.at('checkpoint.load_step')}: {folder / f'step-{newest}'} is a model-only export "
+            f"{job.at('checkpoint.load_step')}: {exported[newest]} is a model-only export "
             f"and cannot be continued; use {last}"
         )
     if newest is not None and newest not in complete:

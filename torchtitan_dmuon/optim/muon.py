@@ -300,7 +300,8 @@ class Muon(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, owned and sharded. They are always set to none."""
         self.runtime.zero_grad()
-        for _, parameter in self.runtime.other_parameters():
+        # Not those that are registered now: between forward and backward `fully_shard` has others.
+        for parameter in self._names:
             parameter.grad = None
 
     @torch.no_grad()
