@@ -155,3 +155,50 @@ def test_saves_and_loads_say_size_time_and_memory(
     assert re.match(rf"saved {tmp_path}/step-3: {numbers}", saved)
     assert re.match(rf"loaded {tmp_path}/step-3: {numbers}", loaded)
     assert changed == "changed since the checkpoint: momentum 0.95 -> 0.9 (3 parameters)"
+
+
+class Filling:
+    """Has no state before its first step, as torch's optimizers."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_nothing_of_a_part_gets_lost(tmp_path: Path) -> None:
+    """What was saved of an object that a fresh one does not ask for is an error, not a reset."""
+    model = Model()
+    dmuon.dedicate_params(model, cost="model")
+    optimizer, mine = dmuon.Muon(model), Filling()
+    mine.state["average"] = torch.ones(3)
+    dmuon.save_checkpoint(tmp_path, 1, model, optimizer, {"mine": mine})
+    with pytest.raises(
+        dmuon.CheckpointError, match=r"it has mine\.average, which this job has not"
+    ):
+        dmuon.load_checkpoint(tmp_path, model, optimizer, {"mine": Filling()})
+    with pytest.raises(dmuon.CheckpointError, match=r"it has mine\.average, which this job has not"):
+        dmuon.load_checkpoint(tmp_path, model, optimizer)
+    assert dmuon.load_checkpoint(tmp_path, model, optimizer, exclude=["mine"]) == 1
+
+
+def disagree(folder: str) -> str:
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))
+    owned = dmuon.dedicate_params(model, mesh, cost="model")
+    fully_shard(model, mesh=mesh, ignored_params=owned.parameters)
+    with pytest.raises(dmuon.CheckpointError) as error:
+        dmuon.save_checkpoint(folder, 1 + int(os.environ["RANK"]), model, dmuon.Muon(model))
+    return str(error.value)
+
+
+def test_ranks_that_disagree_on_the_step_say_so(tmp_path: Path) -> None:
+    """At once, on all of them, and nothing is written."""
+    one, other = run_world(2, disagree, str(tmp_path))
+    assert one == other == "step: 2 on a rank and 1 on the first; ranks must agree"
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]

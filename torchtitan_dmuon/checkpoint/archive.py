@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,12 @@ class Archive:
         if manifest is not None and zlib.crc32(data) != manifest["index_crc32"]:
             raise CheckpointError(f"{path / INDEX}: damaged: its checksum is not the one saved")
         archive = cls(path, read_index(data, path / INDEX), manifest)
-        archive._check_files()
+        try:
+            archive._check_files()
+        except (AttributeError, TypeError, ValueError) as e:
+            if isinstance(e, CheckpointError):
+                raise
+            raise CheckpointError(f"{path / INDEX}: damaged: {e}") from None
         return archive
 
     def _check_files(self) -> None:
@@ -130,6 +136,9 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         content: dict[str, Any] = outer["content"]
         if outer["crc32"] != _crc(content):
             raise ValueError("its checksum is not the one saved")
+        for key, kind in (("format", int), ("index_crc32", int), ("items_crc32", dict)):
+            if not isinstance(content[key], kind):
+                raise TypeError(f"{key} is no {kind.__name__}")
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{file}: damaged: {e}") from None
     if content["format"] > _FORMAT:
@@ -268,7 +277,12 @@ class ArchiveWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, and read them back for their checksums."""
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError:
+            # torch's serializer hides why a write failed.
+            _probe(self.folder.saving(self.step))
+            raise
         checked: list[WriteResult] = []
         by_file: dict[str, list[WriteResult]] = {}
         for result in results:
@@ -336,6 +350,18 @@ def _bytes(plan: SavePlan) -> int:
             width = item.tensor_data.properties.dtype.itemsize
             total += item.tensor_data.chunk.sizes.numel() * width
     return total
+
+
+def _probe(folder: Path) -> None:
+    """Raise OSError if nothing can be written any more."""
+    probe = folder / ".probe"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _crc_of(file: BinaryIO, offset: int, length: int) -> int:

@@ -42,6 +42,7 @@ from torchtitan_dmuon.checkpoint.state import (
 from torchtitan_dmuon.checkpoint.transfer import (
     explained_save,
     is_first,
+    on_every_rank,
     on_first_rank,
     read,
     say_read,
@@ -273,7 +274,7 @@ class CheckpointManager(titan.CheckpointManager):
                 from_quantized=self.initial_load_in_hf_quantized,
             )
             return True
-        archive = Archive.open(Path(path))
+        archive = on_every_rank(f"loading {path}", lambda: Archive.open(Path(path)))
         states = self._states_to_load(model_only)
         fresh = read(states, archive, self.states)
         self.states[titan.MODEL].load_state_dict(states)

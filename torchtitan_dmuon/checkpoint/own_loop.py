@@ -26,6 +26,7 @@ from torchtitan_dmuon.checkpoint.state import (
     muon_state,
 )
 from torchtitan_dmuon.checkpoint.transfer import (
+    on_every_rank,
     on_first_rank,
     read,
     say_read,
@@ -55,8 +56,9 @@ def save_checkpoint(
         step: A whole number >= 0.
         model: That `dedicate_params` was called on.
         optimizer: Its optimizer.
-        extra: More state by name: what has `state_dict` and `load_state_dict` (learning-rate
-            schedulers, data loaders), or dicts of tensors, numbers and text.
+        extra: More state by name, the same on every rank: what has `state_dict` and
+            `load_state_dict` (learning-rate schedulers, data loaders), or dicts of tensors, numbers
+            and text.
         keep: Delete all but so many of the newest checkpoints; 0 keeps all.
 
     Returns:
@@ -85,6 +87,8 @@ def save_checkpoint(
 
     try:
         on_first_rank(f"saving to {folder}", claim)
+        agreed = on_first_rank(f"saving to {folder}", lambda: step)
+        on_every_rank(f"saving to {folder}", lambda: _check_step(step, agreed))
         writer = ArchiveWriter(checkpoints, step, facts([optimizer], {}))
         write(states, writer)
         if keep:
@@ -138,10 +142,10 @@ def load_checkpoint(
     found = on_first_rank(f"loading from {folder}", choose)
     if found is None:
         return None
-    archive = Archive.open(checkpoints.at(found))
+    archive = on_every_rank(f"loading {found}", lambda: Archive.open(checkpoints.at(found)))
     states = _states(model, optimizer, extra)
     wanted = {key: value for key, value in states.items() if key not in exclude}
-    fresh = read(wanted, archive, states)
+    fresh = read(wanted, archive, {*states, *exclude})
     ModelState(model).load_state_dict(wanted)
     for name, value in (extra or {}).items():
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and name not in exclude:
@@ -149,6 +153,11 @@ def load_checkpoint(
     say_read(archive, meter)
     say_loaded(archive, fresh, [optimizer], {})
     return found
+
+
+def _check_step(step: int, agreed: int) -> None:
+    if step != agreed:
+        raise CheckpointError(f"step: {step} on a rank and {agreed} on the first; ranks must agree")
 
 
 def _states(model: nn.Module, optimizer: Muon, extra: Mapping[str, Any] | None) -> dict[str, Any]:

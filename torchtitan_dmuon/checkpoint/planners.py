@@ -29,6 +29,10 @@ from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 
 OPTIMIZER, RANDOM = "optimizer", "rng"
+DATALOADER = "dataloader"
+BY_RANK = (DATALOADER, RANDOM)
+"""Parts whose entries may depend on the number of ranks."""
+
 OPTIONAL = (RANDOM,)
 """Parts of a job's state that a checkpoint may lack."""
 
@@ -64,8 +68,8 @@ class LoadPlanner(DefaultLoadPlanner):
     - An optimizer's settings are the job's; those in the checkpoint are not read.
     - A parameter whose state is all that of another rule (it was updated by AdamW and now is by
       Muon, or the reverse) starts with fresh state: zero.
-    - Parts that are not wanted at all (`optimizer`, `dataloader`, ...) may be there, and those in
-      `OPTIONAL` may be missing.
+    - Parts that are not wanted at all (`optimizer`, `dataloader`, ...) may be there, those in
+      `OPTIONAL` may be missing, and those in `BY_RANK` may have more entries.
 
     Args:
         archive: What is loaded from.
@@ -109,7 +113,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _check(self, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         missing = [k for k in wanted if k not in stored and k.split(".")[0] not in OPTIONAL]
-        extra = [k for k in stored if k not in wanted and k.split(".")[0] not in self.parts]
+        # Of a part that is loaded nothing may get lost; of one that is not, all does.
+        loaded = {key.split(".")[0] for key in wanted} | set(self.original_state_dict)
+        left = (self.parts - loaded) | {OPTIMIZER, *BY_RANK}
+        extra = [k for k in stored if k not in wanted and k.split(".")[0] not in left]
         shapes = [
             f"{key} is {tuple(stored[key].size)} there and {tuple(value.size())} here"
             for key, value in wanted.items()
@@ -137,7 +144,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 "; it holds a model alone: start from it with checkpoint.initial_load_path, which "
                 "loads just that (checkpoint.initial_load_model_only)"
             )
-        if tops == {"dataloader"}:
+        if tops == {DATALOADER}:
             return (
                 "; its data were read by another number of ranks, or another kind of loader: to "
                 "start the data from their beginning, set checkpoint.exclude_from_loading = "

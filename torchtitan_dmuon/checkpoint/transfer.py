@@ -22,6 +22,10 @@ from torchtitan_dmuon.log import logger
 T = TypeVar("T")
 
 
+class _GivenUpError(RuntimeError):
+    """A save or load that all ranks have ended, for an error of one."""
+
+
 def is_first() -> bool:
     """Whether this is the rank that chooses, commits, deletes and logs."""
     return not dist.is_initialized() or dist.get_rank() == 0
@@ -42,20 +46,52 @@ def on_first_rank(what: str, choose: Callable[[], T]) -> T:
     """
     answer: list[Any] = [None, None]
     if is_first():
-        try:
-            answer[0] = choose()
-        except CheckpointError as e:
-            answer[1] = str(e)
+        answer = _outcome(choose)
     if dist.is_initialized():
-        try:
+        with _named(f"{what}: waiting for the first rank's choice"):
             dist.broadcast_object_list(answer, src=0)
-        except RuntimeError as e:
-            why = " ".join(str(e).split())
-            raise RuntimeError(f"{what}: waiting for the first rank's choice: {why}") from e
     if answer[1] is not None:
         raise CheckpointError(answer[1])
     result: T = answer[0]
     return result
+
+
+def on_every_rank(what: str, do: Callable[[], T]) -> T:
+    """Return what a call gives on this rank, or raise what it raises on any. Collective.
+
+    Raises:
+        CheckpointError: as raised on a rank.
+        RuntimeError: another rank is lost.
+    """
+    result, error = _outcome(do)
+    errors: list[Any] = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        with _named(f"{what}: waiting for the other ranks"):
+            dist.all_gather_object(errors, error)
+    for text in errors:
+        if text is not None:
+            raise CheckpointError(text)
+    return result  # type: ignore[no-any-return]
+
+
+def _outcome(do: Callable[[], Any]) -> list[Any]:
+    """Return a call's result and None, or None and its error's text."""
+    try:
+        return [do(), None]
+    except CheckpointError as e:
+        return [None, str(e)]
+    except OSError as e:
+        file = f"{e.filename}: " if e.filename else ""
+        return [None, f"{file}{e.strerror or e}"]
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as e:
+        raise RuntimeError(f"{what}: {' '.join(str(e).split())}") from e
 
 
 def write(states: dict[str, Any], writer: ArchiveWriter) -> None:
@@ -84,6 +120,10 @@ def read(states: dict[str, Any], archive: Archive, parts: Iterable[str]) -> Sequ
         CheckpointError: it does not fit, or is damaged.
         RuntimeError: another rank is lost.
     """
+    if archive.manifest is None and is_first():
+        logger.warning(
+            "%s has no manifest, as torchtitan's own: it cannot be checked for damage", archive.path
+        )
     fresh: list[str] = []
     planner = LoadPlanner(archive, parts, fresh.extend)
     with _explained(f"loading {archive.path} failed", ""), _alone_is_fine():
@@ -132,8 +172,8 @@ def explained_save(writer: ArchiveWriter) -> Iterator[None]:
     try:
         with _explained(f"saving {folder.at(writer.step)} failed", kept):
             yield
-    except CheckpointError:
-        # All ranks have given up; only a lost rank may leave others writing.
+    except (CheckpointError, _GivenUpError):
+        # Only a lost rank may leave others writing.
         if is_first():
             shutil.rmtree(folder.saving(writer.step), ignore_errors=True)
         raise
@@ -171,4 +211,4 @@ def _raise(what: str, kept: str, causes: dict[int, BaseException]) -> NoReturn:
         text = f"{what}: rank {rank}: {cause.strerror or cause}{file}{kept}"
         raise CheckpointError(text) from cause
     text = f"{what}: rank {rank}: {type(cause).__name__}: {cause}{kept}"
-    raise RuntimeError(text) from cause
+    raise _GivenUpError(text) from cause
