@@ -21,7 +21,7 @@ LEVELS = [
         "checkpoint.held",
         "checkpoint.meter",
     },
-    {"checkpoint.errors", "optim.saved"},
+    {"checkpoint.errors", "checkpoint.beside", "optim.saved"},
     {"checkpoint.folder", "checkpoint.metadata"},
     {"checkpoint.archive"},
     {"checkpoint.planners"},

@@ -16,17 +16,15 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor
 from torchtitan.components import checkpointer as titan
 from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
 from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveWriter
+from torchtitan_dmuon.checkpoint.beside import Pace, Stager
 from torchtitan_dmuon.checkpoint.folder import CheckpointFolder, remove
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 from torchtitan_dmuon.checkpoint.meter import Meter
@@ -101,8 +99,8 @@ class CheckpointManager(titan.CheckpointManager):
         self.enable = config.enable
         if not self.enable:
             return
-        self.stager: DefaultStager | None = None
-        self.staging_future: Future[None] | None = None
+        self.stager: Stager | None = None
+        self.staging_future = None
         self.save_future: Future[Any] | None = None
         self.purge_thread: threading.Thread | None = None
         # Of the save that is under way.
@@ -219,32 +217,29 @@ class CheckpointManager(titan.CheckpointManager):
         self._writer = writer
         if self.stager is None:
             pinned = self.async_mode is titan.AsyncMode.ASYNC_WITH_PINNED_MEM
-            self.stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
-        result = async_save(
+            self.stager = Stager(pinned=pinned)
+        future = async_save(
             states,
             storage_writer=writer,
-            planner=SavePlanner(),
+            planner=SavePlanner(Pace()),
             process_group=self.pg,
             async_stager=self.stager,
         )
-        if isinstance(result, AsyncSaveResponse):
-            self.staging_future = result.staging_completion
-            self.save_future = result.upload_completion
-        else:
-            self.save_future = result
+        assert isinstance(future, Future)
+        self.save_future = future
         logger.info(
             "step-%d staged in %.2f s, to be written beside the training; %.1f MiB of host memory "
-            "hold it until the next save",
+            "are kept for it",
             writer.step,
             meter.seconds,
-            _held_bytes(states) / 2**20,
+            self.stager.bytes / 2**20,
         )
 
         def done(future: Any) -> None:
             if future.exception() is None:
                 say_saved(writer, meter)
 
-        self.save_future.add_done_callback(done)
+        future.add_done_callback(done)
 
     def _wait_for_saving(self) -> None:
         assert self._writer is not None
@@ -315,19 +310,6 @@ def _optimizer_state(optimizers: Any, model_parts: list[nn.Module]) -> Optimizer
 
         return OptimizerState(read)
     return OptimizerState(optimizers.state_dict, parts)
-
-
-def _held_bytes(states: Any) -> int:
-    """Return the bytes of all tensors of a state that this rank holds."""
-    if isinstance(states, Stateful):
-        return _held_bytes(states.state_dict())
-    if isinstance(states, Mapping):
-        return sum(map(_held_bytes, states.values()))
-    if isinstance(states, HeldTensor):
-        return sum(tensor.nbytes for _, tensor in states.boxes)
-    if isinstance(states, DTensor):
-        return states.to_local().nbytes
-    return states.nbytes if isinstance(states, torch.Tensor) else 0
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

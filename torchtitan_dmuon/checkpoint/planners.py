@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dmuon.checkpoint.archive import Archive, load_plain
+from torchtitan_dmuon.checkpoint.beside import Pace
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 
@@ -42,10 +43,31 @@ _SHOWN = 4
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also saves `HeldTensor`s."""
+    """DCP's planner, which also saves `HeldTensor`s.
 
-    def __init__(self) -> None:
+    Args:
+        pace: Of a save beside the training; None: as fast as can be.
+    """
+
+    def __init__(self, pace: Pace | None = None) -> None:
         super().__init__(flatten_sharded_tensors=False)
+        self.pace = pace
+
+    def create_local_plan(self) -> SavePlan:
+        self._rest()
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self._rest()
+        return super().create_global_plan(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._rest()
+        return super().resolve_data(write_item)
+
+    def _rest(self) -> None:
+        if self.pace is not None:
+            self.pace.rest()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
