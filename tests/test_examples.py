@@ -16,7 +16,11 @@ def _losses(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
 
 
-@pytest.mark.parametrize("ranks, rows", [(1, 1), (2, 1), (2, 2)], ids=["one", "fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "ranks, rows",
+    [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long)],
+    ids=["one", "fsdp", "ddp"],
+)
 def test_own_loop_trains(ranks: int, rows: int, tmp_path: Path) -> None:
     """A loop of one's own trains on one process and on several, says where matrices went, and
     leaves a checkpoint."""

@@ -122,7 +122,11 @@ def test_the_debug_job_trains_on_a_gpu(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--config", "nope.toml"], r"^error: --config nope.toml: no such file"),
-        (["--optimizer.lr", "-1"], r"^error: --optimizer.lr: expected a number >= 0"),
+        pytest.param(
+            ["--optimizer.lr", "-1"],
+            r"^error: --optimizer.lr: expected a number >= 0",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_user_errors_are_one_line_and_status_2(

@@ -116,7 +116,11 @@ def test_the_outside_peer_trains(tmp_path: Path) -> None:
     [
         ["--activation_checkpoint.mode", "full"],
         ["--activation_checkpoint.mode", "selective"],
-        ["--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager"],
+        pytest.param(
+            ["--compile.enable", "--compile.components", "model"]
+            + ["--compile.backend", "aot_eager"],
+            marks=pytest.mark.long,
+        ),
         ["--training.global_batch_size", "8", "--training.local_batch_size", "1"],
         ["--optimizer.publish", "sync"],
         ["--parallelism.prefetch_depth", "0"],
@@ -139,7 +143,10 @@ def test_options_do_not_change_the_run(
 @pytest.mark.parametrize(
     ("model", "flavor", "matrices"),
     # llama3: 6 layers with Q, K and V fused in one weight; qwen3: fused too, with QK norms.
-    [("llama3", "debugmodel", 6 * 7), ("qwen3", "debugmodel", 8 * 7)],
+    [
+        ("llama3", "debugmodel", 6 * 7),
+        pytest.param("qwen3", "debugmodel", 8 * 7, marks=pytest.mark.long),
+    ],
 )
 def test_torchtitans_decoders_train(model: str, flavor: str, matrices: int, tmp_path: Path) -> None:
     """torchtitan's own models: fused projections are three matrices each."""

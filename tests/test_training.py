@@ -11,7 +11,7 @@ import pytest
 from tests.worlds import run_world
 from torchtitan_dmuon.config.schema import torch_knows_spmd_types
 
-LAYOUTS = ["ddp", "fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
+LAYOUTS = ["ddp", "fsdp_z3", "hsdp_z2"]
 SMALL = ["--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"]
 
 
@@ -79,14 +79,14 @@ def make_seed(folder: str) -> None:
 
 
 def test_layouts_train_to_the_same_losses(seed_checkpoint: Path, tmp_path: Path) -> None:
-    """DDP, FSDP and HSDP, ZeRO-2 and ZeRO-3, are one algorithm: 10 steps from one seed checkpoint
+    """DDP, FSDP and HSDP, ZeRO-2 and ZeRO-3, are one algorithm: 6 steps from one seed checkpoint
     agree within 1e-4 relative, and the seed checkpoint is what they start from."""
     load = ["--checkpoint.enable", "--checkpoint.initial_load_path", str(seed_checkpoint)]
-    load += ["--checkpoint.load_only", "--training.steps", "10"]
+    load += ["--checkpoint.load_only", "--training.steps", "6"]
     losses = {layout: _train(4, _job(layout, tmp_path / layout, *load)) for layout in LAYOUTS}
     reference = losses["ddp"]
-    assert len(reference) == 10
-    assert reference[-1] < reference[0] - 0.3
+    assert len(reference) == 6
+    assert reference[-1] < reference[0] - 0.1
     for layout in LAYOUTS:
         assert losses[layout] == pytest.approx(reference, rel=1e-4), layout
     # A fresh start from seed 42 differs: the checkpoint (seed 7) was really loaded.
@@ -108,7 +108,8 @@ def test_world_size_does_not_change_the_run(tmp_path: Path) -> None:
     assert runs[3] == pytest.approx(runs[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["hsdp_z2"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["hsdp_z2", "fsdp_z3"])
 def test_resume_continues_bit_for_bit(layout: str, tmp_path: Path) -> None:
     """Stopping after step 3 and starting again gives the very losses of an unbroken run: weights,
     optimizer, schedule and data position all come back."""
@@ -153,7 +154,7 @@ def test_spmd_backends_agree(layout: str, tmp_path: Path) -> None:
     assert typed == pytest.approx(partial, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_titan_models_train(name: str, tmp_path: Path) -> None:
     """torchtitan's own decoders train through the same configs."""
     job = _job("fsdp_z2", tmp_path, "--training.steps", "3", "--model.name", name)

@@ -82,6 +82,16 @@ def test_going_back_leaves_the_other_course_aside(job: Job) -> None:
     assert job.manager.load() and job.step == 3
 
 
+def test_leftovers_do_not_get_into_a_checkpoint(job: Job) -> None:
+    """What another job left of the same step, with more ranks, is not taken along."""
+    folder = job.manager.checkpoints
+    _make(folder.saving(3), "__7_0.distcp", ".probe")
+    job.step = 3
+    job.manager.save(3)
+    assert not (folder.at(3) / "__7_0.distcp").exists()
+    assert job.manager.load(3)
+
+
 def test_only_names_that_saves_give_count(job: Job) -> None:
     """Copies and exports beside the checkpoints, whatever they are called, are left alone."""
     folder = job.manager.checkpoints

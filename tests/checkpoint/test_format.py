@@ -413,7 +413,7 @@ def test_settings_are_the_jobs(tmp_path: Path) -> None:
         # Two of three steps of the warm-up are done.
         assert group["initial_lr"] == base and group["lr"] == pytest.approx(base)
         assert group.get("momentum", 0.9) == 0.9
-    (line,) = [line for line in lines if "settings changed" in line]
+    (line,) = [line for line in lines if "changed since the checkpoint" in line]
     for text in ("lr 0.02 -> 0.04", "lr 0.003 -> 0.001", "momentum 0.95 -> 0.9", "weight_decay"):
         assert text in line, line
     with Lines() as lines:
@@ -421,7 +421,7 @@ def test_settings_are_the_jobs(tmp_path: Path) -> None:
         again = Job(ONE, tmp_path / "c")
         assert again.manager.load()
         again.close()
-    assert not [line for line in lines if "settings changed" in line]
+    assert not [line for line in lines if "changed since the checkpoint" in line]
 
 
 def test_schedules_go_on_for_each_group(tmp_path: Path) -> None:

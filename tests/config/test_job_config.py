@@ -248,9 +248,9 @@ def test_where_to_start_from_is_relative_to_where_one_is(
     """initial_load_path as a user types it, on the command line and in a file."""
     monkeypatch.chdir(tmp_path)
     dcp.save({"x": torch.ones(1)}, checkpoint_id="seed/step-0", no_dist=True)
-    job = _resolve(
-        write(JOB), "--checkpoint.enable", "--checkpoint.initial_load_path", "seed/step-0"
-    )
+    arguments = ["--checkpoint.enable", "--checkpoint.initial_load_path", "seed/step-0"]
+    _resolve(write(JOB), *arguments)
+    job = load_job(["--config", write(JOB), *arguments])
     assert job.config.checkpoint.initial_load_path == str(tmp_path / "seed" / "step-0")
 
 

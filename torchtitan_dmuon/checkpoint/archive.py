@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import queue
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -26,12 +31,13 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
-from torchtitan_dmuon.checkpoint.folder import INDEX, CheckpointFolder, sync
+from torchtitan_dmuon.checkpoint.folder import INDEX, CheckpointFolder, remove, sync
 from torchtitan_dmuon.checkpoint.metadata import read_index
 
 MANIFEST = "manifest.json"
@@ -244,6 +250,8 @@ class ArchiveWriter(FileSystemWriter):
         step: Of this one.
         facts: What the manifest is to say of the job; plain JSON.
         tokenizer: Folder of tokenizer files to keep with it.
+        file_bytes: A rank begins a new file once one has so much; what a file takes is in host
+            memory while it is written, unless it was there before.
     """
 
     def __init__(
@@ -252,8 +260,10 @@ class ArchiveWriter(FileSystemWriter):
         step: int,
         facts: Mapping[str, Any],
         tokenizer: Path | None = None,
+        file_bytes: int = 1 << 29,
     ) -> None:
         super().__init__(folder.saving(step))
+        self.file_bytes = file_bytes
         self.folder = folder
         self.step = step
         self.facts = dict(facts)
@@ -262,11 +272,17 @@ class ArchiveWriter(FileSystemWriter):
         """After the end, on the first rank: bytes of all ranks, and of the one with most."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Refuse before the first byte if it cannot fit."""
+        """Make room, and refuse before the first byte if it cannot fit. On the first rank."""
         final = self.folder.at(self.step)
         if final.exists() and not final.is_dir():
             raise CheckpointError(f"{final}: a file is in the way; nothing was written")
-        needed = sum(map(_bytes, plans))
+        # Every rank has its plan and none writes yet: what a dead job left here can go.
+        for file in self.folder.saving(self.step).iterdir():
+            if file.is_dir():
+                remove(file)
+            else:
+                file.unlink()
+        needed = sum(_item_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.folder.path).free
         if needed > free:
             raise CheckpointError(
@@ -278,7 +294,7 @@ class ArchiveWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, and read them back for their checksums."""
         try:
-            results = super().write_data(plan, planner).wait()
+            results = self._write_data(planner, self._files(plan)).wait()
         except RuntimeError:
             # torch's serializer hides why a write failed.
             _probe(self.folder.saving(self.step))
@@ -296,6 +312,21 @@ class ArchiveWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(checked)
         return done
+
+    def _files(self, plan: SavePlan) -> queue.Queue[tuple[Path, str, list[WriteItem]]]:
+        files: list[list[WriteItem]] = [[]]
+        size = 0
+        for item in plan.items:
+            if files[-1] and size + _item_bytes(item) > self.file_bytes:
+                files.append([])
+                size = 0
+            files[-1].append(item)
+            size += _item_bytes(item)
+        result: queue.Queue[tuple[Path, str, list[WriteItem]]] = queue.Queue()
+        for number, items in enumerate(files):
+            name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
+            result.put((self.folder.saving(self.step) / name, name, items))
+        return result
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write index and manifest and give the checkpoint its name. On the first rank alone."""
@@ -343,13 +374,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-def _bytes(plan: SavePlan) -> int:
-    total = 0
-    for item in plan.items:
-        if item.tensor_data is not None and item.tensor_data.chunk is not None:
-            width = item.tensor_data.properties.dtype.itemsize
-            total += item.tensor_data.chunk.sizes.numel() * width
-    return total
+def _item_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None or item.tensor_data.chunk is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 def _probe(folder: Path) -> None:

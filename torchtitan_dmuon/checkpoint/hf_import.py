@@ -30,6 +30,8 @@ _DTYPES = {
     "F16": torch.float16,
 }
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# A model is never in memory as a whole, but what a file of the checkpoint takes is.
+_FILE_BYTES = 1 << 24
 # Old files store the RoPE frequencies, which are computed here.
 _COMPUTED = "self_attn.rotary_emb.inv_freq"
 
@@ -244,7 +246,7 @@ def import_model(folder: Path, model: HFModel, to: Path, progress: Progress) -> 
     lock = checkpoints.lock()
     try:
         checkpoints.recover()
-        write(states, ArchiveWriter(checkpoints, 0, facts, tokenizer))
+        write(states, ArchiveWriter(checkpoints, 0, facts, tokenizer, file_bytes=_FILE_BYTES))
     finally:
         if lock is not None:
             lock.close()
