@@ -135,7 +135,7 @@ def test_data_that_end_are_said_and_saved(tmp_path: Path) -> None:
     job += ["--parallelism.data_parallel_replicate_degree", "2"]
     losses = _train(2, job)
     assert 2 <= len(losses) < 500
-    steps = [p.name for p in (tmp_path / "out" / "checkpoint").iterdir()]
+    steps = [p.name for p in (tmp_path / "out" / "checkpoint").glob("[!.]*")]
     assert steps == [f"step-{len(losses)}"]
 
 

@@ -366,11 +366,13 @@ class Lines(logging.Handler):
 
     def __enter__(self) -> list[str]:
         self.log.addHandler(self)
+        self.before = self.log.level
         self.log.setLevel(logging.INFO)
         return self.lines
 
     def __exit__(self, *_: object) -> None:
         self.log.removeHandler(self)
+        self.log.setLevel(self.before)
 
 
 def open_world() -> None:
