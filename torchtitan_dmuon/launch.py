@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -217,14 +218,24 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _hear_last_words(self) -> None:
-        """Once a rank has failed, wait until the others have too; torch's agent kills at once."""
+        """Once a rank has failed, wait for the others to say why they fail too, and end them."""
         handlers: dict[int, SubprocessHandler] = getattr(self._pcontext, "subprocess_handlers", {})
         ranks = [handler.proc for handler in handlers.values()]
         if not any(rank.poll() for rank in ranks):
             return
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait(ranks, LAST_WORDS_SECONDS)
+        # torch's agent would give a rank that hangs half a minute between the two signals.
+        for rank in ranks:
+            rank.terminate()
+        _wait(ranks, SHUTDOWN_SECONDS)
+        for rank in ranks:
+            rank.kill()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from typing import Any
 
@@ -88,6 +89,7 @@ class Pace:
         self.share = share
         self.left = at_most_seconds
         self._worked: float | None = None
+        self._hurry = threading.Event()
 
     def rest(self) -> None:
         """Sleep in proportion to this thread's work since the last rest."""
@@ -95,5 +97,9 @@ class Pace:
         if self._worked is not None:
             seconds = min(self.left, (now - self._worked) / self.share)
             self.left -= seconds
-            time.sleep(seconds)
+            self._hurry.wait(seconds)
         self._worked = time.thread_time()
+
+    def hurry(self) -> None:
+        """Rest no more: somebody waits."""
+        self._hurry.set()

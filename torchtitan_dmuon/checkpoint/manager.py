@@ -105,6 +105,7 @@ class CheckpointManager(titan.CheckpointManager):
         self.purge_thread: threading.Thread | None = None
         # Of the save that is under way.
         self._writer: ArchiveWriter | None = None
+        self._pace: Pace | None = None
         self._lock: IO[str] | None = None
         self.folder = filesystem.join(base_folder, config.folder)
         self.checkpoints = CheckpointFolder(Path(self.folder))
@@ -214,14 +215,14 @@ class CheckpointManager(titan.CheckpointManager):
         return {k: _cast(v, dtype) for k, v in self.states[titan.MODEL].state_dict().items()}
 
     def _save_async(self, states: dict[str, Any], writer: ArchiveWriter, meter: Meter) -> None:
-        self._writer = writer
+        self._writer, self._pace = writer, Pace()
         if self.stager is None:
             pinned = self.async_mode is titan.AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(pinned=pinned)
         future = async_save(
             states,
             storage_writer=writer,
-            planner=SavePlanner(Pace()),
+            planner=SavePlanner(self._pace),
             process_group=self.pg,
             async_stager=self.stager,
         )
@@ -242,7 +243,8 @@ class CheckpointManager(titan.CheckpointManager):
         future.add_done_callback(done)
 
     def _wait_for_saving(self) -> None:
-        assert self._writer is not None
+        assert self._writer is not None and self._pace is not None
+        self._pace.hurry()
         with explained_save(self._writer):
             super()._wait_for_saving()
 
