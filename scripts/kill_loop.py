@@ -5,7 +5,7 @@ hangs) at a random moment of a step, a save or a load; the launcher starts the j
 newest complete checkpoint. After each kill every checkpoint in the folder is read whole. In the end
 the losses of all steps and every byte of the last checkpoint must be those of an undisturbed run.
 
-    python scripts/kill_loop.py --kills 30 --folder /tmp/kill_loop --json record.json
+    python scripts/kill_loop.py --kills 30 --folder outputs/kill_loop --json record.json
 
 With --forked the job is the small one of tests/checkpoint, in forked ranks: a second a kill.
 """
