@@ -22,7 +22,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from torchtitan_dmuon.checkpoint.archive import Archive  # noqa: E402
+from tests.checkpoint.kills import contents  # noqa: E402
+from tests.worlds import ranks_of  # noqa: E402
 from torchtitan_dmuon.checkpoint.folder import CheckpointFolder  # noqa: E402
 
 JOB = ["--config", "debug_owner_hsdp_z3.toml", "--training.seq_len", "32"]
@@ -94,18 +94,7 @@ class Launcher:
 
     def ranks(self) -> dict[int, int]:
         """Process ids of the ranks, by rank."""
-        found = {}
-        for status in Path("/proc").glob("[0-9]*/status"):
-            try:
-                text = status.read_text()
-                if f"PPid:\t{self.process.pid}\n" not in text or "State:\tZ" in text:
-                    continue
-                environment = status.with_name("environ").read_bytes().split(b"\0")
-                ranks = [e for e in environment if e.startswith(b"RANK=")]
-                found[int(ranks[0][5:])] = int(status.parent.name)
-            except (OSError, IndexError):
-                continue
-        return found
+        return ranks_of(self.process.pid)
 
     def wait_for(  # type: ignore[no-untyped-def]
         self, found, what: str, *, every: float = 0.05
@@ -119,21 +108,6 @@ class Launcher:
                 raise SystemExit(f"no {what} in {PATIENCE:.0f} s\n" + "\n".join(self.lines[-20:]))
             time.sleep(every)
         return True
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Read a checkpoint whole; every item against its checksum."""
-    archive = Archive.open(path)
-    checksums = archive.checksums
-    assert checksums, f"{path}: no checksums"
-    found = {}
-    for index, info in archive.index.storage_data.items():
-        with (path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-        assert zlib.crc32(data) == checksums[info.relative_path, info.offset], f"{path}: {index}"
-        found[f"{index.fqn} {index.offset}"] = data
-    return found
 
 
 class Loop:

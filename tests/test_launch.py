@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from tests.worlds import ranks_of
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import load_job
 from torchtitan_dmuon.launch import explain, find_cluster, root_cause
@@ -39,17 +40,7 @@ def _start(
 
 
 def _ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of a launcher's ranks, by rank."""
-    found = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            if f"PPid:\t{launcher.pid}\n" in status.read_text():
-                environment = status.with_name("environ").read_bytes().split(b"\0")
-                ranks = [e for e in environment if e.startswith(b"RANK=")]
-                found[int(ranks[0][5:])] = int(status.parent.name)
-        except (OSError, IndexError):
-            continue
-    return found
+    return ranks_of(launcher.pid)
 
 
 def _wait_for_step(launcher: subprocess.Popen[str], step: int) -> list[str]:

@@ -6,6 +6,7 @@ world costs no imports. Every world has a time limit; reaching it fails the test
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import time
@@ -13,8 +14,10 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,8 +41,6 @@ def _main(
         TORCHELASTIC_USE_AGENT_STORE="True",
         CUDA_VISIBLE_DEVICES="",
     )
-    import torch
-
     torch.set_num_threads(1)
     try:
         pipe.send(("result", target(*args)))
@@ -130,3 +131,31 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
                 raise RankFailed(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def pack(value: Any) -> bytes:
+    """Return bytes for a result: tensors must not travel as handles of a rank's files."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return what `pack` was given."""
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Return the process ids of the ranks that a launcher's process has started, by rank."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            text = status.read_text()
+            if f"PPid:\t{launcher}\n" not in text or "State:\tZ" in text:
+                continue
+            environment = status.with_name("environ").read_bytes().split(b"\0")
+            ranks = [e for e in environment if e.startswith(b"RANK=")]
+            found[int(ranks[0][5:])] = int(status.parent.name)
+        except (OSError, IndexError):
+            continue
+    return found

@@ -8,7 +8,6 @@ head. The batch of a step is the same however many ranks share it.
 from __future__ import annotations
 
 import functools
-import io
 import logging
 import os
 import random
@@ -441,14 +440,3 @@ def tensors(path: str | Path, *, model: bool = True, optimizer: bool = True) -> 
         ):
             result[key] = value
     return result
-
-
-def pack(value: Any) -> bytes:
-    """Return bytes for a result: tensors must not travel as handles of a rank's files."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)

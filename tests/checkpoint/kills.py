@@ -152,7 +152,9 @@ def contents(path: Path) -> dict[str, bytes]:
     assert checksums, f"{path} has no checksums"
     found = {}
     for index, info in archive.index.storage_data.items():
-        data = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        with (path / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
         assert zlib.crc32(data) == checksums[info.relative_path, info.offset], f"{path}: {index}"
         found[f"{index.fqn} {index.offset}"] = data
     return found

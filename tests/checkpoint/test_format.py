@@ -22,13 +22,11 @@ from tests.checkpoint.jobs import (
     Lines,
     build_model,
     open_world,
-    pack,
     place,
     stored,
     tensors,
-    unpack,
 )
-from tests.worlds import run_world
+from tests.worlds import pack, run_world, unpack
 from torchtitan_dmuon.checkpoint.archive import Archive
 from torchtitan_dmuon.checkpoint.held import HeldTensor
 from torchtitan_dmuon.checkpoint.state import ModelState, muon_state

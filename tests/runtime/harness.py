@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import torchtitan_dmuon as dmuon
 from tests.runtime.models import FIXTURES, Fixture
 from tests.runtime.reference import Trace
-from tests.worlds import run_world
+from tests.worlds import pack, run_world, unpack
 from torchtitan_dmuon.runtime.dedicate import Dedication
 from torchtitan_dmuon.runtime.runtime import canonical_name
 
@@ -179,17 +178,6 @@ def _run_cases(cases: tuple[Case, ...]) -> bytes:
     if cases[0].size > 1:
         open_world()
     return pack([run_case(case) for case in cases])
-
-
-def pack(value: Any) -> bytes:
-    """Return bytes for a result: tensors must not travel as handles of a rank's files."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 @cache

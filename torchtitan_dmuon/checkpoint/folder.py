@@ -171,7 +171,10 @@ class CheckpointFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a+")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not claim(file.fileno()):
+                logger.warning("%s: the file system has no locks against a second job", self.path)
+                file.close()
+                return None
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
@@ -185,12 +188,25 @@ class CheckpointFolder:
                 "dump_folder"
             ) from None
         except OSError as e:
-            if file is not None and not isinstance(e, PermissionError):
+            if file is not None:
                 file.close()
-                logger.warning("%s: no lock against a second job: %s", self.path, e.strerror)
-                return None
             raise CheckpointError(f"{self.path}: cannot be written: {e.strerror or e}") from None
         return file
+
+
+def claim(descriptor: int) -> bool:
+    """Lock an open file or folder until it is closed; whether the file system knows locks.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def remove(path: str | os.PathLike[str]) -> None:

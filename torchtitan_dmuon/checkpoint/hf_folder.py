@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_dmuon.checkpoint.errors import CheckpointError
-from torchtitan_dmuon.checkpoint.folder import sync
+from torchtitan_dmuon.checkpoint.folder import claim, sync
 from torchtitan_dmuon.memory import settle, status_bytes
 
 _MIB = 2**20
@@ -90,12 +89,10 @@ def whole_folder(target: Path, needed: int) -> Iterator[Path]:
 def _claim(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        claim(descriptor)
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(f"{folder}: another process is writing it") from None
-    except OSError:
-        pass  # some network file systems know no locks
     return descriptor
 
 
