@@ -21,22 +21,38 @@ LEVELS = [
         "checkpoint.held",
         "checkpoint.meter",
     },
-    {"checkpoint.errors", "checkpoint.beside", "optim.saved"},
+    {"checkpoint.errors", "checkpoint.beside"},
     {"checkpoint.folder", "checkpoint.metadata"},
     {"checkpoint.archive"},
     {"checkpoint.planners"},
-    {"ownership"},
-    {"comm.streams", "runtime.fsdp", "optim.newton_schulz", "optim.adamw_rule", "optim.report"},
-    {"comm.communicator", "optim.muon_rule"},
-    {"comm"},
+    {"ownership", "optim.symmetric_matmul", "optim.matrix_optimizer"},
+    {
+        "comm.streams",
+        "runtime.fsdp",
+        "optim.newton_schulz",
+        "optim.adamw_rule",
+        "optim.report",
+        "optim.saved",
+        "optim.matrix_step",
+        "optim.options",
+    },
+    {"comm.communicator", "optim.replay"},
+    {"comm", "optim.algorithms"},
     {"comm.c10d", "runtime.layout"},
     {"runtime.group"},
-    {"runtime.site", "runtime.owner_group", "baselines.shards", "baselines.gather"},
+    {
+        "runtime.site",
+        "runtime.owner_group",
+        "baselines.shards",
+        "baselines.gather",
+        "optim.owned_state",
+    },
     {"runtime.backward"},
     {"runtime.runtime"},
     {"runtime.select", "runtime.gradients"},
     {"runtime.dedicate"},
-    {"runtime.api", "runtime.replicas", "optim.muon"},
+    {"runtime.api", "runtime.replicas", "optim.owner_optimizer"},
+    {"optim.muon"},
     {"checkpoint.state", "checkpoint.transfer", "checkpoint.settings"},
     {"checkpoint.own_loop"},
     {"data", "models"},
@@ -48,19 +64,28 @@ LEVELS = [
     {"config.schema"},
     {"config.toml_io", "config.data_source", "parallelize"},
     {"config.command_line", "config.lines", "trainer"},
-    {"config.manager"},
+    {"config.manager", "config.algorithm"},
     {"config.optimizer_checks", "config.checkpoint_checks"},
     {"config.checks"},
     {"config.build"},
-    {"launch", "train", "bench", "checkpoint.export"},
+    {"launch", "train", "bench", "checkpoint.export", "costs", "doctor"},
     {"cli"},
 ]
 
 
 def _unit(module: str) -> str:
     name = module.removeprefix("torchtitan_dmuon").lstrip(".")
-    head = name.split(".")[0]
-    return head if head in ("bench", "data", "models", "ownership") else name
+    for unit in (
+        "bench",
+        "data",
+        "models",
+        "ownership",
+        "optim.symmetric_matmul",
+        "optim.algorithms",
+    ):
+        if f"{name}.".startswith(f"{unit}."):
+            return unit
+    return name
 
 
 def _imports(path: Path) -> set[str]:

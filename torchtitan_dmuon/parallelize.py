@@ -24,6 +24,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan_dmuon.config.schema import Parallelism
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_specs
 from torchtitan_dmuon.models.init import init_through_owners
+from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.runtime.dedicate import Dedication, dedicate_params
 
 
@@ -33,6 +34,7 @@ def parallelize(
     parallelism: Parallelism,
     titan_parallelize: Callable[..., nn.Module],
     timeout: timedelta | None = None,
+    algorithm: MatrixOptimizer | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Apply tensor, activation and data parallelism to a model on the meta device.
@@ -42,6 +44,7 @@ def parallelize(
         parallelism: The resolved section; its mode selects who holds the weight matrices.
         titan_parallelize: torchtitan's own function for this model.
         timeout: Limit of an operation on owned matrices; None: that of the process group.
+        algorithm: The matrix optimizer that owners are balanced for; None: none is there.
         **kwargs: What torchtitan passes to that function: parallel_dims, training,
             compile_config, ac_config, dump_folder.
 
@@ -52,13 +55,23 @@ def parallelize(
         case "fsdp":
             return titan_parallelize(model, parallelism=parallelism, **kwargs)
         case "gather" | "owner":
-            return parallelize_owned(model, parallelism=parallelism, timeout=timeout, **kwargs)
+            assert algorithm is not None
+            return parallelize_owned(
+                model, parallelism=parallelism, timeout=timeout, algorithm=algorithm, **kwargs
+            )
 
 
-def with_modes(spec: ModelSpec, timeout: timedelta | None = None) -> ModelSpec:
+def with_modes(
+    spec: ModelSpec,
+    timeout: timedelta | None = None,
+    algorithm: MatrixOptimizer | None = None,
+) -> ModelSpec:
     """Route a model's parallelize step through `parallelize`; changes and returns the spec."""
     spec.parallelize_fn = functools.partial(
-        parallelize, titan_parallelize=spec.parallelize_fn, timeout=timeout
+        parallelize,
+        titan_parallelize=spec.parallelize_fn,
+        timeout=timeout,
+        algorithm=algorithm,
     )
     return spec
 
@@ -72,6 +85,7 @@ def parallelize_owned(
     compile_config: CompileConfig,
     ac_config: ActivationCheckpointingConfig | None,
     dump_folder: str,
+    algorithm: MatrixOptimizer,
     timeout: timedelta | None = None,
 ) -> nn.Module:
     """Apply activation checkpointing, compile, owners and, around the layers, FSDP.
@@ -87,6 +101,7 @@ def parallelize_owned(
         compile_config: Compiles each block if it asks for the model.
         ac_config: Activation checkpointing; None: none.
         dump_folder: For what activation checkpointing may write.
+        algorithm: The matrix optimizer that owners are balanced for.
         timeout: Limit of an operation on owned matrices.
 
     Returns:
@@ -99,7 +114,7 @@ def parallelize_owned(
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     mesh = parallel_dims.get_mesh(names)
     init_through_owners(model)
-    dedication = _dedicate(model, mesh, training, parallelism, timeout)
+    dedication = _dedicate(model, mesh, training, parallelism, algorithm, timeout)
     _shard_the_rest(model, mesh, dedication, training, parallelism)
     return model
 
@@ -109,6 +124,7 @@ def _dedicate(
     mesh: DeviceMesh,
     training: TrainingConfig,
     parallelism: Parallelism,
+    algorithm: MatrixOptimizer,
     timeout: timedelta | None,
 ) -> Dedication:
     layers: Any = model.layers
@@ -126,6 +142,7 @@ def _dedicate(
         matrix_specs=fused_qkv_specs(model),
         communication=parallelism.communication,
         mode="gather" if parallelism.mode == "gather" else "owner",
+        algorithm=algorithm,
         cost=parallelism.owner_cost,
         assignment=parallelism.owner_assignment,
         small_matrix_numel=parallelism.small_matrix_numel,

@@ -16,7 +16,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dmuon.checkpoint.manager import CheckpointManager
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.metrics import ProgressMetrics
-from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.optim.container import OwnerContainer
 from torchtitan_dmuon.runtime.replicas import check_replicas
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -38,7 +38,7 @@ class Trainer(titan.Trainer):
         if isinstance(self.checkpointer, CheckpointManager):
             self._introduce(self.checkpointer)
         routes = Path(self.config.dump_folder, "routing.txt")
-        if isinstance(self.optimizers, MuonContainer):
+        if isinstance(self.optimizers, OwnerContainer):
             self._say_routes(self.optimizers, routes)
         elif not dist.is_initialized() or dist.get_rank() == 0:
             routes.unlink(missing_ok=True)  # of an earlier job with owners
@@ -72,7 +72,7 @@ class Trainer(titan.Trainer):
             timeout=timedelta(seconds=self.config.comm.train_timeout_seconds),
         )
 
-    def _say_routes(self, optimizers: MuonContainer, path: Path) -> None:
+    def _say_routes(self, optimizers: OwnerContainer, path: Path) -> None:
         """Log once where parameters go; the full list, one line each, is written to a file."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)

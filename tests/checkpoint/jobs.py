@@ -199,11 +199,13 @@ def build_optimizers(model: nn.Module, layout: Layout, **options: Any) -> Any:
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     from torchtitan_dmuon.baselines.torch_muon import MATRICES, TorchMuonContainer
-    from torchtitan_dmuon.optim.container import MuonContainer
+    from torchtitan_dmuon.optim.container import OwnerContainer
 
     if layout.mode in ("owner", "gather"):
-        muon = {"lr": 0.02, "adamw_lr": 3e-3, "ns_dtype": "float32", **options}
-        return MuonContainer(MuonContainer.Config(**muon), model_parts=[model])
+        own = {"lr": 0.02, "ns_dtype": "float32"}
+        adamw = {k: options.pop(k) for k in list(options) if k.startswith("adamw_")}
+        config = OwnerContainer.Config(**{"adamw_lr": 3e-3, **adamw}, options={**own, **options})
+        return OwnerContainer(config, model_parts=[model])
     rest = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, **options}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=rest)]
     if layout.mode == "adamw":

@@ -73,15 +73,15 @@ def train(plan: Plan) -> int | None:
     from torchtitan.components.optimizer import LRSchedulersContainer
 
     from torchtitan_dmuon.checkpoint.manager import CheckpointManager
-    from torchtitan_dmuon.optim.container import MuonContainer
+    from torchtitan_dmuon.optim.container import OwnerContainer
 
     mesh = open_world(plan.mesh, LIMIT)
     for seeding in (torch.manual_seed, random.seed, np.random.seed):
         seeding(0)
     model = Stack(3)
     dedicate(model, mesh, timeout=timedelta(seconds=LIMIT))
-    options = MuonContainer.Config(lr=0.02, adamw_lr=3e-3, ns_dtype="float32")
-    optimizers = MuonContainer(options, model_parts=[model])
+    options = OwnerContainer.Config(adamw_lr=3e-3, options={"lr": 0.02, "ns_dtype": "float32"})
+    optimizers = OwnerContainer(options, model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=4, total_steps=plan.steps).build(
         optimizers=optimizers, training_steps=plan.steps
     )

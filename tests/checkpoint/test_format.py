@@ -29,7 +29,7 @@ from tests.checkpoint.jobs import (
 from tests.worlds import pack, run_world, unpack
 from torchtitan_dmuon.checkpoint.archive import Archive
 from torchtitan_dmuon.checkpoint.held import HeldTensor
-from torchtitan_dmuon.checkpoint.state import ModelState, muon_state
+from torchtitan_dmuon.checkpoint.state import ModelState, owner_state
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_parts
 
 ONE = Layout("owner", (1, 1))
@@ -73,7 +73,7 @@ def save_and_look(folder: str) -> bytes:
         setattr(dist, name, counted(name))
     runtime.traffic.keep = True
     parts = fused_qkv_parts(job.model)
-    state = {**ModelState(job.model, parts).state_dict(), **muon_state(optimizer, parts)}
+    state = {**ModelState(job.model, parts).state_dict(), **owner_state(optimizer, parts)}
     for name, original in originals.items():
         setattr(dist, name, original)
     live = {

@@ -8,23 +8,30 @@ import pytest
 
 from torchtitan_dmuon.ownership import CostTable, Layer, build_units, measure, median, model_cost
 
-from .shapes import matrix
+from .shapes import gram_flops, matrix
 
 
 def test_saved_table_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
-    table = CostTable({(3, 2): 0.1 + 0.2, (2, 3): 1e-7 / 3}, "measured")
+    """Also what it says of itself."""
+    about = {"device": 'a "quoted" µ', "versions": {"torch": "2.13"}}
+    table = CostTable({(3, 2): 0.1 + 0.2, (2, 3): 1e-7 / 3}, "measured", "soap", about)
     table.save(tmp_path / "costs.json")
     table.save(tmp_path / "costs.json")
     assert CostTable.load(tmp_path / "costs.json") == table
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
+HEAD = '{"version": 2, "algorithm": "muon", "source": "x", "about": {}, '
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[]", "{}", '{"version": 1, "source": "x", "seconds": [{"rows": 1}]}',
-        '{"version": 1, "source": "x", "seconds": [{"rows": 1, "columns": 1, "seconds": -1}]}',
-        '{"version": 2, "source": "x", "seconds": []}',
+        "", "[]", "{}", HEAD + '"seconds": [{"rows": 1}]}',
+        HEAD + '"seconds": [{"rows": 1, "columns": 1, "seconds": -1}]}',
+        HEAD.replace('"muon"', "null") + '"seconds": 1}',
+        '{"version": 1, "source": "x", "seconds": []}',
+        '{"version": 3}',
     ],
 )  # fmt: skip
 def test_files_that_are_no_table(tmp_path: Path, text: str) -> None:
@@ -47,6 +54,14 @@ def test_shapes_are_exact_and_missing_ones_are_named() -> None:
     assert table.of(wide) == 1.0
     with pytest.raises(ValueError, match="no entry for tall of shape 3 x 2"):
         table.of(tall)
+    table.check([wide])
+    with pytest.raises(ValueError) as error:
+        table.check([wide, tall, *matrix("other", 4, 4).matrices])
+    assert str(error.value) == (
+        "the cost table (measured) has no entry for tall of shape 3 x 2 (and for 1 more); use "
+        "cost 'measured' or 'model', or make a table with dmuon costs --shapes 2x3,3x2,4x4 "
+        "--output costs.json"
+    )
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="cost of 2 x 3"):
             CostTable({(2, 3): bad}, "measured")
@@ -59,8 +74,8 @@ def test_measure_runs_each_shape_once_in_order() -> None:
         ran.append((rows, columns))
         return float(rows)
 
-    table = measure([(3, 1), (1, 2), (3, 1)], run)
-    assert ran == [(1, 2), (3, 1)]
+    table = measure([(3, 1), (1, 2), (3, 1)], run, "soap")
+    assert ran == [(1, 2), (3, 1)] and table.algorithm == "soap"
     assert table.seconds == {(1, 2): 1.0, (3, 1): 3.0}
 
 
@@ -71,11 +86,26 @@ def test_median_over_ranks() -> None:
         median([tables[0], CostTable({(1, 1): 1.0}, "measured")])
     with pytest.raises(ValueError, match="at least one"):
         median([])
+    soap = CostTable(tables[0].seconds, "measured", "soap")
+    assert median([soap, soap]).algorithm == "soap"
+    with pytest.raises(ValueError, match="different algorithms: 'muon' and 'soap'"):
+        median([tables[0], soap])
+
+
+def test_a_table_for_another_algorithm_is_refused() -> None:
+    """Times of Muon say nothing of SOAP: no silent substitution."""
+    table = CostTable({(2, 3): 1.0}, "costs.json", "soap")
+    table.check(matrix("wide", 2, 3).matrices, "soap")
+    with pytest.raises(
+        ValueError, match=r"\(costs.json\) is for algorithm 'soap', but the job has"
+    ):
+        table.check(matrix("wide", 2, 3).matrices)
 
 
 def test_model_cost_grows_slower_than_elements() -> None:
-    table = model_cost([(256, 1536), (8960, 1536), (1536, 8960), (1536, 1536)])
-    assert table.source == "model"
+    shapes = [(256, 1536), (8960, 1536), (1536, 8960), (1536, 1536), (256, 1536)]
+    table = model_cost(shapes, gram_flops, "shampoo")
+    assert (table.source, table.algorithm) == ("model", "shampoo")
     seconds = table.seconds
     assert seconds[256, 1536] < seconds[1536, 1536] < seconds[8960, 1536] == seconds[1536, 8960]
     # The overhead keeps a small matrix from being nearly free.

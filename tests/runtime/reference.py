@@ -15,7 +15,15 @@ import torch.nn as nn
 
 from tests.runtime.models import Fixture
 
-A, B, C = 3.4445, -4.7750, 2.0315
+# Five steps of Polar Express (arXiv:2505.16932), argument divided by 1.05.
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+]
+QUINTIC = [(3.4445, -4.7750, 2.0315)] * 5
 
 # Beside the ranks of a world, which have one thread each, more threads only wait for each other.
 torch.set_num_threads(1)
@@ -39,14 +47,15 @@ class Trace:
         return self.weights[step + 1][name].double() - self.weights[step][name].double()
 
 
-def newton_schulz(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The textbook's quintic iteration, in the matrix's dtype."""
-    x = matrix / max(float(torch.linalg.norm(matrix)), 1e-7)
-    if x.shape[0] > x.shape[1]:
-        return newton_schulz(matrix.T, steps).T
-    for _ in range(steps):
-        gram = x @ x.T
-        x = A * x + (B * gram + C * gram @ gram) @ x
+def newton_schulz(matrix: torch.Tensor, quintic: bool = False) -> torch.Tensor:
+    """The textbook's iteration, in the matrix's dtype; `quintic` with torch's coefficients."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return newton_schulz(matrix.T, quintic).T
+    x = matrix / (float(torch.linalg.norm(matrix)) or 1.0)
+    for a, b, c in QUINTIC if quintic else POLAR_EXPRESS:
+        y = x if quintic else x / 1.05
+        gram = y @ y.T
+        x = a * y + (b * gram + c * gram @ gram) @ y
     return x
 
 
@@ -69,9 +78,10 @@ def train(
     adamw_lr: float = 3e-4,
     per_slice: int = 1,
     torch_muon: bool = False,
+    quintic: bool = False,
 ) -> Trace:
-    """Train. `per_slice` > 1 cuts each matrix into row slices; `torch_muon`
-    takes torch.optim.Muon (which iterates in bfloat16, and knows plain matrices only)."""
+    """Train. `per_slice` > 1 cuts each matrix into row slices; `torch_muon` takes torch.optim.Muon
+    (which iterates in bfloat16, and knows plain matrices only); `quintic` its coefficients."""
     model = fixture.build()
     names = matrix_names(model)
     parameters = dict(model.named_parameters())
@@ -99,7 +109,7 @@ def train(
                     parameters[name],
                     buffers.setdefault(name, torch.zeros(parameters[name].shape).double()),
                     fixture.matrix_rows.get(name),
-                    (lr, weight_decay, momentum, per_slice),
+                    (lr, weight_decay, momentum, per_slice, quintic),
                 )
         if adamw is not None:
             adamw.step()
@@ -123,7 +133,7 @@ def _backward_all(
 def _muon(
     weight: torch.Tensor, buffer: torch.Tensor, rows: Sequence[Sequence[int]] | None, options: Any
 ) -> None:
-    lr, weight_decay, momentum, slices = options
+    lr, weight_decay, momentum, slices, quintic = options
     assert weight.grad is not None
     gradient = weight.grad.double()
     buffer.mul_(momentum).add_(gradient, alpha=1 - momentum)
@@ -134,7 +144,7 @@ def _muon(
         scale = lr * max(1.0, len(block) / flat.size(1)) ** 0.5
         for part in torch.tensor(list(block)).tensor_split(slices):
             if len(part):
-                wide[part] -= scale * newton_schulz(flat[part])
+                wide[part] -= scale * newton_schulz(flat[part], quintic)
     weight.copy_(wide.view(weight.shape))
 
 

@@ -41,7 +41,7 @@ from torchtitan_dmuon.runtime.select import find_layers
         ({"small_matrix_numel": -1}, "small_matrix_numel: expected a whole number >= 0, got -1"),
         ({"timeout": 5}, "timeout: expected a positive timedelta or None, got 5"),
         ({"timeout": timedelta(seconds=-1)}, "timeout: expected a positive timedelta"),
-        ({"cost": "fast"}, "cost: expected measured, model or a CostTable, got 'fast'"),
+        ({"cost": "fast"}, "no cost table 'fast'; expected measured, model, h100"),
         ({"mode": "fsdp"}, "mode: expected owner or gather, got 'fsdp'"),
         ({"assignment": "lpt"}, "assignment: expected one of balanced, round_robin, elements"),
         ({"communication": "nccl"}, "communication: expected c10d, got 'nccl'"),

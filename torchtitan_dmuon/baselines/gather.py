@@ -9,20 +9,21 @@ from __future__ import annotations
 import torch
 
 from torchtitan_dmuon.comm.streams import mark
-from torchtitan_dmuon.optim.muon_rule import MuonOptions, orthogonal_updates
+from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
+from torchtitan_dmuon.optim.matrix_step import MatrixWork, batches, update_matrices
 from torchtitan_dmuon.runtime.group import Group
 from torchtitan_dmuon.runtime.layout import Segment
 
 
 @torch.no_grad()
-def gathered_update(group: Group, index: int, momentum: torch.Tensor, options: MuonOptions) -> int:
+def gathered_update(group: Group, index: int, momentum: torch.Tensor, rule: MatrixOptimizer) -> int:
     """Update this rank's shard of a parameter with matrices.
 
     Args:
         group: The parameter's group, with shards in `masters` and `gradients`.
         index: Of the parameter in the group.
         momentum: 1-D, this rank's shard, updated in place.
-        options: Of the parameter.
+        rule: Of the parameter; its state is the momentum alone.
 
     Returns:
         The number of matrices orthogonalised here: all of the parameter's.
@@ -32,16 +33,19 @@ def gathered_update(group: Group, index: int, momentum: torch.Tensor, options: M
     own = next(s for s in group.owned if s.parameter == index)
     whole = _gather_pair(group, shards, own, momentum)
     gradient, full_momentum = whole[: entry.numel], whole[entry.numel :]
-    update = torch.empty_like(gradient)
-    for matrix, direction in orthogonal_updates(
-        gradient, full_momentum, entry.matrices, 0, options
-    ):
-        target = matrix.view(update)
-        target.copy_(direction.view(target.shape))
-        target.mul_(options.adjusted_lr(matrix.rows, matrix.columns))
+    # Weights begin as zero, so that what they are afterwards is what the shard is to gain.
+    gain = torch.zeros_like(gradient)
+    works = [
+        MatrixWork(m, gain, gradient, 0, {"momentum_buffer": full_momentum}, rule)
+        for m in entry.matrices
+    ]
+    together = batches(works)
+    for work in works:
+        if not work.done:
+            update_matrices(together[work])
     here = slice(own.start, own.start + own.numel)
     momentum.copy_(full_momentum[here])
-    group.masters[own].mul_(1 - float(options.lr) * options.weight_decay).sub_(update[here])
+    group.masters[own].mul_(1 - float(rule.lr) * rule.weight_decay).add_(gain[here])
     return len(entry.matrices)
 
 

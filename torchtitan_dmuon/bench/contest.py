@@ -26,7 +26,7 @@ from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import TrainData
 from torchtitan_dmuon.data import RANDOM_TOKENS
-from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.optim.container import OwnerContainer
 from torchtitan_dmuon.runtime.api import wait_for_publish
 from torchtitan_dmuon.trainer import Trainer
 
@@ -146,7 +146,7 @@ class Contender:
 
     def _wait(self) -> None:
         """Wait for all work of this trainer, a publish under way included."""
-        if isinstance(self.trainer.optimizers, MuonContainer):
+        if isinstance(self.trainer.optimizers, OwnerContainer):
             for model in self.trainer.model_parts:
                 wait_for_publish(model)
         device_module.synchronize()

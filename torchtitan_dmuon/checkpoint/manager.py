@@ -35,7 +35,7 @@ from torchtitan_dmuon.checkpoint.state import (
     ModelState,
     OptimizerState,
     RandomState,
-    muon_state,
+    owner_state,
 )
 from torchtitan_dmuon.checkpoint.transfer import (
     explained_save,
@@ -49,7 +49,7 @@ from torchtitan_dmuon.checkpoint.transfer import (
 )
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_parts
-from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.optim.container import OwnerContainer
 from torchtitan_dmuon.runtime.site import sites_of
 
 
@@ -305,10 +305,10 @@ def _model_state(model_parts: list[nn.Module]) -> Any:
 
 def _optimizer_state(optimizers: Any, model_parts: list[nn.Module]) -> OptimizerState:
     parts = {k: v for model in model_parts for k, v in fused_qkv_parts(model).items()}
-    if isinstance(optimizers, MuonContainer):
+    if isinstance(optimizers, OwnerContainer):
 
         def read() -> dict[str, Any]:
-            return {k: v for o in optimizers.optimizers for k, v in muon_state(o, parts).items()}
+            return {k: v for o in optimizers.optimizers for k, v in owner_state(o, parts).items()}
 
         return OptimizerState(read)
     return OptimizerState(optimizers.state_dict, parts)

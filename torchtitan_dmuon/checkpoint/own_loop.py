@@ -23,7 +23,7 @@ from torchtitan_dmuon.checkpoint.state import (
     ModelState,
     OptimizerState,
     RandomState,
-    muon_state,
+    owner_state,
 )
 from torchtitan_dmuon.checkpoint.transfer import (
     on_every_rank,
@@ -33,7 +33,7 @@ from torchtitan_dmuon.checkpoint.transfer import (
     say_saved,
     write,
 )
-from torchtitan_dmuon.optim.muon import Muon
+from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
 from torchtitan_dmuon.runtime.dedicate import runtime_of
 
 
@@ -41,7 +41,7 @@ def save_checkpoint(
     folder: str | os.PathLike[str],
     step: int,
     model: nn.Module,
-    optimizer: Muon,
+    optimizer: OwnerOptimizer,
     extra: Mapping[str, Any] | None = None,
     *,
     keep: int = 0,
@@ -103,7 +103,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Muon,
+    optimizer: OwnerOptimizer,
     extra: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
@@ -160,12 +160,14 @@ def _check_step(step: int, agreed: int) -> None:
         raise CheckpointError(f"step: {step} on a rank and {agreed} on the first; ranks must agree")
 
 
-def _states(model: nn.Module, optimizer: Muon, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _states(
+    model: nn.Module, optimizer: OwnerOptimizer, extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
     weights = ModelState(model).state_dict()
     _check_extra(extra or {}, {OPTIMIZER, RANDOM, *(key.split(".")[0] for key in weights)})
     return {
         **weights,
-        OPTIMIZER: OptimizerState(lambda: muon_state(optimizer)),
+        OPTIMIZER: OptimizerState(lambda: owner_state(optimizer)),
         RANDOM: RandomState(runtime_of(model).device),
         **(extra or {}),
     }

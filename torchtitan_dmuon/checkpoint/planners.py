@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -215,7 +216,8 @@ def _by_parameter(keys: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _parameter(key: str) -> str:
-    return key.removeprefix(_STATE).rpartition(".")[0]
+    # State of one matrix of several is under the parameter's name with the matrix's index behind.
+    return re.sub(r"\[\d+\]$", "", key.removeprefix(_STATE).rpartition(".")[0])
 
 
 def zero(value: torch.Tensor | HeldTensor) -> None:

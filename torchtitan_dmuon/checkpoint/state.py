@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_dmuon.checkpoint.held import HeldTensor, Part
-from torchtitan_dmuon.optim.muon import Muon
+from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
+from torchtitan_dmuon.optim.saved import SavedState
 from torchtitan_dmuon.runtime.dedicate import runtime_of
 from torchtitan_dmuon.runtime.runtime import canonical_name
 
@@ -104,8 +105,8 @@ class OptimizerState:
         """Do nothing: loading has written in place."""
 
 
-def muon_state(optimizer: Muon, parts: Parts | None = None) -> dict[str, Any]:
-    """Return Muon's state as a checkpoint names it: `state.<parameter>.<key>`.
+def owner_state(optimizer: OwnerOptimizer, parts: Parts | None = None) -> dict[str, Any]:
+    """Return an optimizer's state as a checkpoint names it: `state.<parameter>.<key>`.
 
     The same names on every rank; owned state is a `HeldTensor`.
     """
@@ -114,13 +115,31 @@ def muon_state(optimizer: Muon, parts: Parts | None = None) -> dict[str, Any]:
         if saved.value is not None:
             result[f"state.{saved.parameter}.{saved.key}"] = saved.value
             continue
-        for part in _parts(parts or {}, saved.parameter, saved.shape):
-            if saved.scalar:
-                held = HeldTensor((), saved.dtype, [((), t) for _, t in saved.stretches[:1]])
-            else:
+        split = (parts or {}).get(saved.parameter, ())
+        if saved.stretches is not None:
+            for part in split or [Part.whole(saved.parameter, saved.shape)]:
                 held = part.hold(saved.dtype, saved.stretches)
-            result[f"state.{part.name}.{saved.key}"] = held
+                result[f"state.{part.name}.{saved.key}"] = held
+            continue
+        origin = (0,) * len(saved.shape)
+        for name in _names(saved, split):
+            held = HeldTensor(saved.shape, saved.dtype, [(origin, t) for t in saved.tensors[:1]])
+            result[f"state.{name}.{saved.key}"] = held
     return result
+
+
+def _names(saved: SavedState, split: Sequence[Part]) -> list[str]:
+    """Return what state that is not elementwise belongs to in the checkpoint.
+
+    A matrix that the checkpoint has as a tensor of its own (Q of a fused QKV) goes by that name.
+    """
+    matrix = saved.matrix
+    if matrix is None:
+        return [part.name for part in split] or [saved.parameter]
+    for part in split:
+        if part.shape == matrix.shape and part.runs[0][0] == matrix.offset:
+            return [part.name]
+    return [matrix.name]
 
 
 class RandomState:

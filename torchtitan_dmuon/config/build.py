@@ -20,6 +20,7 @@ from torchtitan.distributed.activation_checkpoint import (
 
 from torchtitan_dmuon.baselines.torch_muon import MATRICES, TorchMuonContainer
 from torchtitan_dmuon.checkpoint.manager import CheckpointManager
+from torchtitan_dmuon.config.algorithm import options_of, rule_of
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import Job
@@ -35,7 +36,8 @@ from torchtitan_dmuon.data import (
 from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.init import make_init_layout_independent
 from torchtitan_dmuon.models.registry import get_model_spec
-from torchtitan_dmuon.optim.container import MuonContainer
+from torchtitan_dmuon.optim.container import OwnerContainer
+from torchtitan_dmuon.optim.newton_schulz import QUINTIC
 from torchtitan_dmuon.parallelize import with_modes
 from torchtitan_dmuon.trainer import Trainer
 
@@ -70,10 +72,10 @@ def _optimizer(config: JobConfig) -> OptimizersContainer.Config:
     )
 
 
-def _dmuon(o: Optimizer) -> MuonContainer.Config:
-    shared = {f.name for f in dataclasses.fields(MuonContainer.Config)} - {"implementation"}
+def _dmuon(o: Optimizer) -> OwnerContainer.Config:
+    shared = {f.name for f in dataclasses.fields(OwnerContainer.Config)} - {"implementation"}
     values = {f.name: getattr(o, f.name) for f in dataclasses.fields(o) if f.name in shared}
-    return MuonContainer.Config(**values)
+    return OwnerContainer.Config(**values, options=options_of(o))
 
 
 def _torch_muon(o: Optimizer) -> TorchMuonContainer.Config:
@@ -86,7 +88,7 @@ def _torch_muon(o: Optimizer) -> TorchMuonContainer.Config:
             "momentum": o.momentum,
             "nesterov": o.nesterov,
             "ns_steps": o.ns_steps,
-            "ns_coefficients": tuple(o.ns_coefficients),
+            "ns_coefficients": _triple(o.ns_coefficients),
             "adjust_lr_fn": o.adjust_lr_fn,
         },
     )
@@ -103,6 +105,14 @@ def _torch_muon(o: Optimizer) -> TorchMuonContainer.Config:
     return TorchMuonContainer.Config(
         param_groups=[*o.param_groups, matrices, everything_else], implementation=o.implementation
     )
+
+
+def _triple(coefficients: object) -> tuple[float, float, float]:
+    """Return the one triple that torch's Muon takes."""
+    if isinstance(coefficients, tuple):
+        a, b, c = coefficients
+        return a, b, c
+    return QUINTIC
 
 
 def _loss(config: JobConfig, vocab_size: int) -> BaseLoss.Config:
@@ -227,6 +237,7 @@ def build(job: Job, device: str) -> Trainer.Config:
     spec = with_modes(
         get_model_spec(config.model.name, config.model.flavor, attn_backend=backend),
         timeout=timedelta(seconds=config.comm.train_timeout_seconds),
+        algorithm=rule_of(config.optimizer) if config.optimizer.name == "DMuon" else None,
     )
     make_init_layout_independent(spec.model)
     vocab_size = spec.model.vocab_size

@@ -13,7 +13,7 @@ from torchtitan_dmuon.config.checkpoint_checks import check_checkpoint
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
-from torchtitan_dmuon.config.optimizer_checks import check_mode, check_optimizer
+from torchtitan_dmuon.config.optimizer_checks import check_mode, check_optimizer, check_owner_cost
 from torchtitan_dmuon.config.schema import Data, torch_knows_spmd_types
 from torchtitan_dmuon.data import RANDOM_TOKENS, dataset_kind, open_source
 from torchtitan_dmuon.models.registry import get_model_spec
@@ -334,6 +334,7 @@ def check(job: Job, world_size: int, device: str) -> None:
     _check_shapes(job)
     _check_device(job, device)
     vocabulary = _check_model(job)
+    check_owner_cost(job)
     _check_batch(job, _check_world(job, world_size))
     _check_files(job)
     _check_restarts(job)

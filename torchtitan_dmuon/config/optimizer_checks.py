@@ -5,14 +5,20 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import fields
 
 import torch
 from torchtitan.components.optimizer import ParamGroupConfig
 
 from torchtitan_dmuon.config import toml_io
+from torchtitan_dmuon.config.algorithm import MUON_KEYS, rule_of
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import Optimizer, Parallelism
+from torchtitan_dmuon.models.matrices import model_matrices
+from torchtitan_dmuon.models.registry import get_model_spec
+from torchtitan_dmuon.optim.matrix_optimizer import find
+from torchtitan_dmuon.ownership import CostTable
 
 _TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
@@ -23,25 +29,19 @@ _TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 _MODES = {"AdamW": ("fsdp",), "Adam": ("fsdp",), "Muon": ("fsdp",), "DMuon": ("owner", "gather")}
 """The modes that an optimizer works in."""
 
-DMUON_GROUP_OPTIONS = (
-    "lr",
-    "weight_decay",
-    "momentum",
-    "nesterov",
-    "ns_steps",
-    "ns_coefficients",
-    "ns_dtype",
-    "adjust_lr_fn",
-    "adamw_lr",
-    "adamw_betas",
-    "adamw_eps",
-    "adamw_weight_decay",
-)
-"""What an entry of `optimizer.param_groups` may set for DMuon; see `schema.Optimizer`."""
+_ADAMW_OPTIONS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 
 _ADAMW_ONLY = {"betas": "adamw_betas", "eps": "adamw_eps"}
-_DMUON_ONLY = ("ns_dtype", "publish", "nonfinite")
-_MUON_ONLY = (*(k for k in DMUON_GROUP_OPTIONS if k not in ("lr", "weight_decay")), *_DMUON_ONLY)
+_DMUON_ONLY = (
+    "algorithm",
+    "algorithm_options",
+    "ns_dtype",
+    "ns_method",
+    "ns_restarts",
+    "publish",
+    "nonfinite",
+)
+_MUON_ONLY = (*MUON_KEYS, *_ADAMW_OPTIONS, *_DMUON_ONLY)
 _OWNED_ONLY = (
     "small_matrix_numel",
     "byte_cap",
@@ -61,6 +61,7 @@ def check_optimizer(job: Job) -> None:
     for name, message in _numbers(job.config.optimizer):
         raise ConfigError(f"{job.at(f'optimizer.{name}')}: {message}")
     _check_unread(job)
+    _check_algorithm(job)
     _check_groups(job)
 
 
@@ -79,6 +80,33 @@ def _numbers(o: Optimizer) -> Iterator[tuple[str, str]]:
     # torch.optim.Muon refuses 100 and more.
     if not 1 <= o.ns_steps < 100:
         yield "ns_steps", f"expected 1 to 99, got {o.ns_steps}"
+
+
+def _check_algorithm(job: Job) -> None:
+    """Check the matrix optimizer's name and options."""
+    o, p = job.config.optimizer, job.config.parallelism
+    if o.name != "DMuon":
+        return
+    options = "optimizer.algorithm_options"
+    if o.algorithm == "muon" and o.algorithm_options:
+        raise ConfigError(
+            f"{job.at(options)}: options of algorithm muon are keys of [optimizer]: "
+            f"{', '.join(MUON_KEYS)}"
+        )
+    try:
+        find(o.algorithm)
+    except ValueError as e:
+        raise ConfigError(f"{job.at('optimizer.algorithm')}: {e}") from e
+    try:
+        rule_of(o)
+    except ValueError as e:
+        # Keys of the section itself were checked before.
+        raise ConfigError(f"{job.at(options if o.algorithm_options else 'optimizer')}: {e}") from e
+    if p.mode == "gather" and o.algorithm != "muon":
+        raise ConfigError(
+            f'{job.at("optimizer.algorithm")}: mode gather, the baseline, knows "muon" only, '
+            f"got {o.algorithm!r}"
+        )
 
 
 _HF_REMEDIES = {
@@ -134,6 +162,25 @@ def check_mode(job: Job) -> None:
             )
 
 
+def check_owner_cost(job: Job) -> None:
+    """Check that a table of costs is there and has every matrix of the model.
+
+    Raises:
+        ConfigError: an unknown name, a file that is no table, a table for another algorithm, or a
+            shape that it lacks.
+    """
+    cost = job.config.parallelism.owner_cost
+    if job.config.parallelism.mode == "fsdp" or cost in ("measured", "model"):
+        return
+    model = job.config.model
+    try:
+        table = CostTable.load(cost)
+        spec = get_model_spec(model.name, model.flavor, attn_backend="sdpa")
+        table.check(model_matrices(spec), rule_of(job.config.optimizer).name)
+    except (ValueError, OSError) as e:
+        raise ConfigError(f"{job.at('parallelism.owner_cost')}: {e}") from e
+
+
 def _place(job: Job, key: str) -> str:
     # "mode" may come from "line", which then is what the user would change.
     return job.at("line" if job.config.line else key)
@@ -148,6 +195,9 @@ def _check_unread(job: Job) -> None:
         return
     o, p = job.config.optimizer, job.config.parallelism
     unread: dict[str, str] = {}
+    if o.name == "DMuon" and o.algorithm != "muon":
+        hint = f" with algorithm {o.algorithm}; its options are in optimizer.algorithm_options"
+        unread |= {f"optimizer.{k}": hint for k in MUON_KEYS}
     if o.name in ("DMuon", "Muon"):
         unread |= {f"optimizer.{k}": f"; did you mean '{v}'?" for k, v in _ADAMW_ONLY.items()}
     if o.name == "Muon":
@@ -187,18 +237,25 @@ def _check_groups(job: Job) -> None:
             re.compile(group.pattern)
         except re.error as e:
             raise ConfigError(f"{where}: pattern is not a regular expression: {e}") from e
-        _check_options(where, group)
+        _check_options(where, group, o)
         if o.name == "DMuon":
             source = next(s for s in job.sources if s.line("optimizer.param_groups") is not None)
             prefix = f"optimizer.param_groups[{number}].optimizer_kwargs."
-            merged = toml_io.merge(o, group.optimizer_kwargs, source, prefix)
-            for name, message in _numbers(merged):
+            given = group.optimizer_kwargs
+            adamw = {k: v for k, v in given.items() if k in _ADAMW_OPTIONS}
+            for name, message in _numbers(toml_io.merge(o, adamw, source, prefix)):
                 raise ConfigError(f"{where}: {name}: {message}")
+            try:
+                rule_of(o, {k: v for k, v in given.items() if k not in adamw})
+            except ValueError as e:
+                raise ConfigError(f"{where}: {e}") from e
 
 
-def _check_options(where: str, group: ParamGroupConfig) -> None:
-    known: Collection[str] = DMUON_GROUP_OPTIONS
-    if group.optimizer_name != "DMuon":
+def _check_options(where: str, group: ParamGroupConfig, o: Optimizer) -> None:
+    known: Collection[str]
+    if group.optimizer_name == "DMuon":
+        known = [f.name for f in fields(find(o.algorithm))] + list(_ADAMW_OPTIONS)
+    else:
         known = inspect.signature(_TORCH_OPTIMIZERS[group.optimizer_name]).parameters
     for name in group.optimizer_kwargs:
         if name not in known or name == "params":

@@ -7,7 +7,7 @@ says why. The docstring below a field is its text in `--help`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -86,10 +86,12 @@ class Parallelism(ParallelismConfig):
     byte_cap: float = 0.1
     """A rank owns at most (1 + byte_cap) times the mean bytes; the layout may force an excess."""
 
-    owner_cost: Literal["measured", "model"] = "measured"
+    owner_cost: str = "measured"
     """
-    What owners are balanced by: measured (Newton-Schulz timed once per shape at start) or model (a
-    formula: the same owners on every machine).
+    What owners are balanced by: measured (an update timed once per shape at start), model (a
+    formula: the same owners on every machine), or a table of times: the name of one that comes with
+    the package (h100: fitted to published figures, not measured) or the path of a .json file that
+    dmuon costs wrote.
     """
 
     owner_assignment: Literal["balanced", "round_robin", "elements"] = "balanced"
@@ -109,9 +111,20 @@ class Parallelism(ParallelismConfig):
 class Optimizer:
     name: Literal["AdamW", "Adam", "DMuon", "Muon"] = "AdamW"
     """
-    AdamW and Adam update every parameter that no entry of param_groups claims. DMuon: Muon on owned
-    matrices (modes owner and gather), AdamW for all else. Muon: torch.optim.Muon on the matrices
+    AdamW and Adam update every parameter that no entry of param_groups claims. DMuon: a matrix
+    optimizer on owned matrices (modes owner and gather), AdamW for all else. Muon: torch.optim.Muon on the matrices
     inside the layers, AdamW for all else (mode fsdp; for comparison).
+    """
+
+    algorithm: str = "muon"
+    """
+    DMuon: the matrix optimizer: muon, normuon, soap, shampoo, or module:Class of your own.
+    """
+
+    algorithm_options: dict[str, Any] = field(default_factory=dict)
+    """
+    DMuon: options of another algorithm than muon, by their names; see docs/optimizers.md. A table,
+    [optimizer.algorithm_options], or on the command line in TOML: '{precondition_frequency = 5}'.
     """
 
     lr: float = 8e-4
@@ -137,13 +150,32 @@ class Optimizer:
     ns_steps: int = 5
     """DMuon, Muon: Newton-Schulz iterations, 1 to 99."""
 
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    """DMuon, Muon: coefficients of the quintic Newton-Schulz polynomial."""
-
-    ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    ns_coefficients: (
+        Literal["polar_express", "quintic"]
+        | tuple[float, float, float]
+        | list[tuple[float, float, float]]
+    ) = "polar_express"
     """
-    DMuon: precision of Newton-Schulz. auto: bfloat16 on GPUs, float32 on CPUs, most of which are
-    slow at the other. torch's Muon knows bfloat16 only.
+    DMuon: coefficients of Newton-Schulz: polar_express (five steps, each with its own), quintic
+    (3.4445, -4.7750, 2.0315, as torch's Muon), three numbers, or three for each step. Muon knows
+    three numbers only, and takes quintic otherwise.
+    """
+
+    ns_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """
+    DMuon: precision of Newton-Schulz. auto: float16 on GPUs, float32 on CPUs, most of which are
+    slow at the others. torch's Muon knows bfloat16 only.
+    """
+
+    ns_method: Literal["auto", "gram", "standard"] = "auto"
+    """
+    DMuon: how Newton-Schulz iterates: gram on the small Gram matrix, standard on the matrix itself,
+    auto whatever needs fewer operations (gram unless the matrix is square or nearly so).
+    """
+
+    ns_restarts: list[int] | None = None
+    """
+    DMuon: steps before which gram forms the Gram matrix anew. none: 2; with bfloat16 2 and 4.
     """
 
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"

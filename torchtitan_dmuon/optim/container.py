@@ -1,10 +1,10 @@
-"""Muon on owned matrices as one of torchtitan's optimizer containers."""
+"""Optimizers of owned matrices as one of torchtitan's optimizer containers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -13,18 +13,23 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import OptimizersContainer
 
-from torchtitan_dmuon.checkpoint.state import muon_state
-from torchtitan_dmuon.optim.muon import Muon
+from torchtitan_dmuon.checkpoint.state import owner_state
+from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
 from torchtitan_dmuon.optim.report import PHASES, RoutingReport, StepReport
 from torchtitan_dmuon.ownership import summarize
 from torchtitan_dmuon.runtime.api import clip_grad_norm_
 from torchtitan_dmuon.runtime.runtime import canonical_name
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
-class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused-ignore]
-    """One `torchtitan_dmuon.Muon` for each model part, with the interface that trainers use.
+class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused-ignore]
+    """One `OwnerOptimizer` for each model part, with the interface that trainers use.
 
     Args:
         config: Options, and overrides for the parameters whose canonical names match a pattern.
@@ -34,21 +39,18 @@ class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused
         routes: Where each parameter goes, part by part, with its base learning rates.
 
     Raises:
-        ValueError: a pattern matches no trainable parameter, or what Muon raises.
+        ValueError: a pattern matches no trainable parameter, or what OwnerOptimizer raises.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Options as in `torchtitan_dmuon.Muon`. `implementation` is not used."""
+        """Options as in `OwnerOptimizer`. `implementation` is not used.
 
-        lr: float = 1e-3
-        weight_decay: float = 0.1
-        momentum: float = 0.95
-        nesterov: bool = True
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-        ns_steps: int = 5
-        ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+        `options` are those of the algorithm, with dtypes by their names.
+        """
+
+        algorithm: str = "muon"
+        options: dict[str, Any] = field(default_factory=dict)
         adamw_lr: float = 3e-4
         adamw_betas: tuple[float, float] = (0.9, 0.95)
         adamw_eps: float = 1e-8
@@ -56,15 +58,16 @@ class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused
         publish: Literal["async", "sync"] = "async"
         nonfinite: Literal["skip", "error"] = "skip"
 
-    optimizers: list[Muon]
+    optimizers: list[OwnerOptimizer]
     routes: list[RoutingReport]
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self.model_parts = model_parts
-        shared = {f.name for f in fields(OptimizersContainer.Config)}
-        options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in shared}
+        shared = {f.name for f in fields(OptimizersContainer.Config)} | {"options"}
+        own = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in shared}
+        own = typed(own | config.options)
         self.optimizers = [
-            Muon(model, **_typed(options), param_groups=_overrides(config, model))
+            OwnerOptimizer(model, **own, param_groups=_overrides(config, model))
             for model in model_parts
         ]
         self._reports: list[StepReport] = []
@@ -138,25 +141,22 @@ class MuonContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unused
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by `state.<parameter>.<key>`, live; owned state as `HeldTensor`s."""
-        return {k: v for o in self.optimizers for k, v in muon_state(o).items()}
+        return {k: v for o in self.optimizers for k, v in owner_state(o).items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: checkpoints are loaded in place, into what `state_dict` returns."""
 
 
-def _typed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options as Muon takes them: a dtype for its name, tuples for lists, auto left out."""
-    result = {key: value for key, value in options.items() if value != "auto"}
-    for key, value in result.items():
-        if isinstance(value, list):
-            result[key] = tuple(value)
-        elif key == "ns_dtype":
-            result[key] = _DTYPES[value]
+def typed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as optimizers take them: a dtype for its name, None for auto."""
+    result = dict(options)
+    if isinstance(name := result.get("ns_dtype"), str):
+        result["ns_dtype"] = None if name == "auto" else _DTYPES.get(name, name)
     return result
 
 
-def _overrides(config: MuonContainer.Config, model: nn.Module) -> list[dict[str, Any]]:
-    """Return Muon's `param_groups` for the entries of a config; the first match wins."""
+def _overrides(config: OwnerContainer.Config, model: nn.Module) -> list[dict[str, Any]]:
+    """Return `param_groups` for the entries of a config; the first match wins."""
     left = {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     groups = []
     for entry in config.param_groups:
@@ -168,7 +168,7 @@ def _overrides(config: MuonContainer.Config, model: nn.Module) -> list[dict[str,
                 "that an earlier entry has left"
             )
         params = [left.pop(name) for name in names]
-        groups.append({"params": params, **_typed(entry.optimizer_kwargs)})
+        groups.append({"params": params, **typed(entry.optimizer_kwargs)})
     return groups
 
 

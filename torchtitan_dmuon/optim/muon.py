@@ -1,76 +1,35 @@
-"""Muon on owned matrices, AdamW for the rest: one optimizer for a model."""
+"""Muon on owned matrices, with the signature of `torch.optim.Muon`."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan_dmuon.arguments import expect, is_size
-from torchtitan_dmuon.baselines.gather import gathered_update
-from torchtitan_dmuon.optim.adamw_rule import apply_adamw, new_state
-from torchtitan_dmuon.optim.muon_rule import AdjustLr, MuonOptions, apply_updates
-from torchtitan_dmuon.optim.newton_schulz import default_dtype
-from torchtitan_dmuon.optim.report import PhaseClock, RouteRow, RoutingReport, StepReport
-from torchtitan_dmuon.optim.saved import SavedState
-from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
-from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
-from torchtitan_dmuon.runtime.group import Group, OwnedParameter
-from torchtitan_dmuon.runtime.layout import Segment
-from torchtitan_dmuon.runtime.runtime import Runtime, canonical_name
-from torchtitan_dmuon.runtime.site import sites_of
-
-logger = logging.getLogger("torchtitan_dmuon")
-
-_ADAMW = ("lr", "betas", "eps", "weight_decay")
-_STATE_KEYS = {"matrix": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-_NO_MATRIX = "Muon: no trainable parameter takes the matrix route; all are frozen"
+from torchtitan_dmuon.optim.algorithms.muon import AdjustLr, MuonRule
+from torchtitan_dmuon.optim.newton_schulz import Coefficients
+from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(OwnerOptimizer):
     """Muon for a model's matrices, on their owners; AdamW for everything else.
 
     The matrix route is `torch.optim.Muon`'s update, run once per matrix and step by its owner on
-    the reduced gradient. The AdamW route is `torch.optim.AdamW`: on the owner for a layer's small
-    tensors, on each shard for what `fully_shard` holds. Afterwards owners hand new weights on to
-    the other rows, parameter by parameter in forward order (paper sections 3 and 4).
-
-    `param_groups` are torch's: every trainable parameter is in exactly one, with `route`,
-    `param_names` and the options of its route (`lr`, `weight_decay`, ...), so learning-rate
-    schedulers work as with any optimizer. State is per parameter: `momentum_buffer` where this rank
-    owns the matrix (`momentum_buffer.<i>` for matrices of a parameter with several owners), `step`,
-    `exp_avg` and `exp_avg_sq` on the AdamW route.
-
-    Gradients live at their owners after backward, not in `Parameter.grad`: clip with
-    `torchtitan_dmuon.clip_grad_norm_`, forget them with `zero_grad` (the optimizer's or the
-    model's). `step` is collective: every rank calls it. Schedulers that cycle momentum (OneCycleLR)
-    need `cycle_momentum=False`, since the routes have different momenta.
+    the reduced gradient. See `OwnerOptimizer` for state, groups, and what `step` does.
 
     Args:
         model: What `dedicate_params` was called on (called here if there is only one process).
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As in
-            `torch.optim.Muon`.
-        ns_dtype: What Newton-Schulz computes in. None: bfloat16 on GPUs, as in `torch.optim.Muon`;
-            float32 on CPUs, where it is faster.
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: Of the AdamW route.
-        publish: "async": new weights travel while the step and the next forward go on. "sync": the
-            step waits for them. The bits are the same.
-        nonfinite: What a step does if a gradient has an infinity or NaN on any rank: "skip" leaves
-            weights and state untouched on all ranks, warns with the parameters' names and reports
-            it in `last_step`; "error" raises FloatingPointError on all ranks.
-        param_groups: Overrides: dicts with `params` (parameters of the model) and any of the
-            options above, by the names of this signature. Other parameters get the defaults.
+        lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
+        ns_coefficients: "polar_express" (five steps with their own coefficients), "quintic" or
+            (3.4445, -4.7750, 2.0315) as in `torch.optim.Muon`, or one triple for each step.
+        ns_dtype: What Newton-Schulz computes in. None: float16 on GPUs, float32 on CPUs.
+        others: `ns_method`, `ns_restarts`, and what `OwnerOptimizer` takes: `adamw_lr`,
+            `adamw_betas`, `adamw_eps`, `adamw_weight_decay`, `publish`, `nonfinite`,
+            `param_groups`.
 
     Raises:
-        ValueError: a value out of range, a parameter that is nobody's, twice or not the model's, no
-            trainable matrix, or a parameter outside the layers that is not sharded though there are
-            several ranks.
+        ValueError: as `OwnerOptimizer`.
     """
 
     def __init__(
@@ -80,409 +39,25 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
+        ns_coefficients: Coefficients = "polar_express",
+        eps: float = 1e-37,
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr | None = None,
         *,
         ns_dtype: torch.dtype | None = None,
-        adamw_lr: float = 3e-4,
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
-        adamw_weight_decay: float = 0.0,
-        publish: Literal["async", "sync"] = "async",
-        nonfinite: Literal["skip", "error"] = "skip",
-        param_groups: Sequence[dict[str, Any]] | None = None,
+        **others: Any,
     ) -> None:
-        expect("publish", publish, lambda v: v in ("async", "sync"), "async or sync")
-        expect("nonfinite", nonfinite, lambda v: v in ("skip", "error"), "skip or error")
-        if not sites_of(model) and not (dist.is_initialized() and dist.get_world_size() > 1):
-            dedicate_params(model)
-        self.model = model
-        self.runtime: Runtime = runtime_of(model)
-        if self.runtime.device.type == "meta":
-            raise ValueError("Muon: the model is on the meta device; call to_empty(...) first")
-        self.publish = publish
-        self.nonfinite = nonfinite
-        self.last_step = StepReport()
-        self._entries = {
-            e.parameter: (g, i) for g in self.runtime.groups for i, e in enumerate(g.parameters)
-        }
-        self._names = {e.parameter: e.name for g in self.runtime.groups for e in g.parameters}
-        self._names.update({p: name for name, p in self.runtime.other_parameters()})
-        self._defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "adamw_lr": adamw_lr,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-            "adamw_weight_decay": adamw_weight_decay,
-        }
-        super().__init__(self._all_groups(param_groups or ()), {})
-        self._check_routes()
-        self._moves = self.runtime.moves
-
-    # -- parameter groups ----------------------------------------------------------------------
-
-    def _all_groups(self, overrides: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        groups = [{**group, "params": _listed(group)} for group in overrides]
-        claimed = {p for group in groups for p in group["params"]}
-        rest = [p for p in self._names if p.requires_grad and p not in claimed]
-        if not rest and not groups:
-            # Before torch says that its list is empty.
-            raise ValueError(_NO_MATRIX)
-        return [*groups, {"params": rest}] if rest else groups
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with options by the names of the constructor.
-
-        The group is split by route, since the routes have different options.
-
-        Raises:
-            ValueError: an unknown option or a value out of range, a parameter that is not the
-                model's or is in a group already.
-        """
-        options = {k: v for k, v in param_group.items() if k not in ("params", "param_names")}
-        unknown = options.keys() - self._defaults.keys()
-        if unknown:
-            known = ", ".join(self._defaults)
-            raise ValueError(f"param_groups: unknown options {sorted(unknown)}; known: {known}")
-        merged = {**self._defaults, **options}
-        merged["ns_dtype"] = merged["ns_dtype"] or default_dtype(self.runtime.device)
-        params = _listed(param_group)
-        for parameter in params:
-            if parameter not in self._names:
-                what = getattr(parameter, "shape", parameter)
-                raise ValueError(f"param_groups: a parameter ({what}) is not in the model")
-        matrix = {f.name: merged[f.name] for f in fields(MuonOptions)}
-        MuonOptions(**matrix)
-        adamw = {key: merged[f"adamw_{key}"] for key in _ADAMW}
-        _check_adamw(adamw)
-        for route, values in (("matrix", matrix), ("adamw", adamw)):
-            members = [p for p in params if self._is_matrix(p) == (route == "matrix")]
-            if members:
-                names = [self._names[p] for p in members]
-                super().add_param_group(
-                    {"params": members, "route": route, **values, "param_names": names}
-                )
-                for parameter in members:
-                    self._make_state(parameter)
-
-    def _is_matrix(self, parameter: nn.Parameter) -> bool:
-        entry = self._entry(parameter)
-        return bool(entry and entry.matrices)
-
-    def _entry(self, parameter: nn.Parameter) -> OwnedParameter | None:
-        place = self._entries.get(parameter)
-        return place[0].parameters[place[1]] if place else None
-
-    def _check_routes(self) -> None:
-        if not any(group["route"] == "matrix" for group in self.param_groups):
-            raise ValueError(_NO_MATRIX)
-        for group in self.runtime.groups:
-            for entry in group.parameters:
-                if any(m._parameters.get(name) is not entry.parameter for m, name in entry.places):
-                    raise ValueError(
-                        f"{entry.name}: owned, but replaced since dedicate_params; give it to "
-                        "fully_shard(..., ignored_params=owned.parameters)"
-                    )
-        for name, parameter in self.runtime.other_parameters():
-            if parameter.requires_grad and not parameter.is_floating_point():
-                raise ValueError(
-                    f"{name}: {parameter.dtype} parameters are not supported; freeze it"
-                )
-        if self.runtime.communicator is None:
-            return
-        for name, parameter in self.runtime.other_parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"{name}: neither owned nor sharded, so ranks would drift apart; call "
-                    "fully_shard(model, mesh=mesh, ignored_params=owned.parameters) before Muon"
-                )
-
-    # torch's GradScaler asks for this, and then hands over its scale.
-    _step_supports_amp_scaling = True
-
-    def _refuse_grad_scale(self, value: object) -> None:
-        raise NotImplementedError(
-            "Muon: GradScaler does not reach the gradients at the owners; compute in bfloat16"
+        super().__init__(
+            model,
+            MuonRule,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_dtype=ns_dtype,
+            **others,
         )
-
-    grad_scale = property(fset=_refuse_grad_scale)
-
-    # -- state -------------------------------------------------------------------------------
-
-    def _make_state(self, parameter: nn.Parameter) -> None:
-        """Make all state at once, so that every rank has it whatever gradients come."""
-        place = self._entries.get(parameter)
-        if place is None:
-            self.state[parameter] = new_state(parameter.detach(), parameter.dtype)
-            return
-        for s in place[0].owned:
-            if s.parameter == place[1]:
-                self._make_owned_state(place[0], s, parameter)
-
-    def _make_owned_state(self, group: Group, s: Segment, parameter: nn.Parameter) -> None:
-        entry = group.parameters[s.parameter]
-        master = group.masters[s]
-        like = master.view(entry.shape) if s.numel == entry.numel else master
-        if entry.matrices:
-            self.state[parameter][_momentum_key(entry, s)] = torch.zeros_like(like)
-        else:
-            self.state[parameter].update(new_state(like, master.dtype))
-
-    def saved_state(self) -> Iterator[SavedState]:
-        """Yield all state for a checkpoint: live tensors, the same entries on every rank."""
-        for options in self.param_groups:
-            keys = _STATE_KEYS[options["route"]]
-            for parameter, name in zip(options["params"], options["param_names"], strict=True):
-                place = self._entries.get(parameter)
-                for key in keys:
-                    if place is None:
-                        value = self.state[parameter][key]
-                        yield SavedState(name, key, parameter.shape, value.dtype, False, (), value)
-                    else:
-                        yield self._saved(*place, parameter, key)
-
-    def _saved(self, group: Group, index: int, parameter: nn.Parameter, key: str) -> SavedState:
-        entry = group.parameters[index]
-        scalar = key == "step"
-        stretches = []
-        for s in group.owned:
-            if s.parameter == index:
-                own = _momentum_key(entry, s) if entry.matrices else key
-                value = self.state[parameter][own]
-                stretches.append((s.start, value if scalar else value.view(-1)))
-        dtype = torch.float32 if scalar else group.precision.master
-        return SavedState(entry.name, key, entry.shape, dtype, scalar, stretches)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this rank gave, in the same layout of ranks and owners.
-
-        Raises:
-            ValueError: the state is that of other owners, or has another shape.
-        """
-        mine = {p: dict(entries) for p, entries in self.state.items()}
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        members = [p for group in self.param_groups for p in group["params"]]
-        loaded = {p: state_dict["state"].get(i, {}) for i, p in zip(ids, members, strict=False)}
-        # All checks before the first write: a refused state leaves the optimizer as it was.
-        for parameter, entries in loaded.items():
-            self._check_loaded(parameter, entries)
-        super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype; ours is the masters': take it from the source.
-        for parameter, entries in loaded.items():
-            for key, value in entries.items():
-                self.state[parameter][key] = mine[parameter][key].copy_(value)
-
-    def _check_loaded(self, parameter: nn.Parameter, entries: dict[str, torch.Tensor]) -> None:
-        name, mine = self._names[parameter], self.state.get(parameter, {})
-        if entries.keys() != mine.keys():
-            raise ValueError(
-                f"{name}: this rank holds {sorted(mine) or 'no state'}, the state_dict has "
-                f"{sorted(entries) or 'none'}; it belongs to another rank or layout"
-            )
-        for key, value in entries.items():
-            if mine[key].shape != value.shape:
-                found, wanted = tuple(value.shape), tuple(mine[key].shape)
-                raise ValueError(f"{name}: {key}: expected shape {wanted}, got {found}")
-
-    # -- step --------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, owned and sharded. They are always set to none."""
-        self.runtime.zero_grad()
-        # Not those that are registered now: between forward and backward `fully_shard` has others.
-        for parameter in self._names:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all weights from the gradients of the backwards since `zero_grad`. Collective.
-
-        Raises:
-            FloatingPointError: a gradient is not finite and `nonfinite="error"`.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._moves != self.runtime.moves:
-            raise RuntimeError("Muon: the model was moved to another device after Muon was made")
-        clock = PhaseClock(self.runtime.device)
-        gradients = agree_on_gradients(self.runtime, reuse=True)
-        clock.mark("reduce")
-        if gradients.nonfinite:
-            self._refuse(gradients, clock)
-            return loss
-        self.runtime.free_all()
-        count = 0
-        options = {p: g for g in self.param_groups for p in g["params"]}
-        for group in self.runtime.order:
-            for piece in group.pieces:
-                mine = piece[0] in group.masters
-                if mine:
-                    count += self._update_piece(group, piece, gradients, options, clock)
-                group.publish(piece)
-                if mine:
-                    clock.mark("publish")
-        self._update_sharded()
-        clock.mark("elementwise")
-        if self.publish == "sync":
-            self.runtime.wait_for_publish()
-        clock.mark("publish")
-        self.runtime.traffic.step += 1
-        self.last_step = StepReport(count, False, (), clock)
-        return loss
-
-    def _refuse(self, gradients: Gradients, clock: PhaseClock) -> None:
-        names = ", ".join(gradients.nonfinite[:8])
-        more = len(gradients.nonfinite) - 8
-        text = f"gradients are not finite: {names}" + (f" and {more} more" if more > 0 else "")
-        self.last_step = StepReport(0, True, gradients.nonfinite, clock)
-        if self.nonfinite == "error":
-            raise FloatingPointError(text)
-        if self.runtime.communicator is None or self.runtime.communicator.rank == 0:
-            logger.warning("step skipped, %s", text)
-
-    def _update_piece(
-        self,
-        group: Group,
-        piece: Sequence[Segment],
-        gradients: Gradients,
-        options: dict[nn.Parameter, dict[str, Any]],
-        clock: PhaseClock,
-    ) -> int:
-        """Update the segments of a piece that this rank owns. Returns the matrices done."""
-        count = 0
-        small: dict[int, list[Segment]] = {}
-        for s in piece:
-            entry = group.parameters[s.parameter]
-            # Also those without a gradient anywhere: left alone, as torch leaves them alone.
-            if entry.name not in gradients.present:
-                continue
-            chosen = options.get(entry.parameter)
-            if chosen is None or s not in group.gradients:
-                continue
-            if not entry.matrices:
-                small.setdefault(id(chosen), []).append(s)
-                continue
-            momentum = self.state[entry.parameter][_momentum_key(entry, s)].view(-1)
-            rule = MuonOptions.of(chosen)
-            if self.runtime.mode == "gather":
-                count += gathered_update(group, s.parameter, momentum, rule)
-            else:
-                count += apply_updates(
-                    group.masters[s], group.gradients[s], momentum, s.matrices, s.start, rule
-                )
-        clock.mark("orthogonalize")
-        for segments in small.values():
-            self._update_small(group, segments, options)
-        clock.mark("elementwise")
-        return count
-
-    def _update_small(
-        self,
-        group: Group,
-        segments: Sequence[Segment],
-        options: dict[nn.Parameter, dict[str, Any]],
-    ) -> None:
-        parameters = [group.parameters[s.parameter].parameter for s in segments]
-        states = [self.state[p] for p in parameters]
-        apply_adamw(
-            [group.masters[s] for s in segments],
-            [group.gradients[s] for s in segments],
-            [state["exp_avg"].view(-1) for state in states],
-            [state["exp_avg_sq"].view(-1) for state in states],
-            [state["step"] for state in states],
-            options[parameters[0]],
-        )
-
-    def _update_sharded(self) -> None:
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p not in self._entries and p.grad is not None]
-            if group["route"] == "adamw" and members:
-                states = [self.state[p] for p in members]
-                apply_adamw(
-                    [_local(p) for p in members],
-                    [_local(p.grad) for p in members],
-                    [_local(state["exp_avg"]) for state in states],
-                    [_local(state["exp_avg_sq"]) for state in states],
-                    [_local(state["step"]) for state in states],
-                    group,
-                )
-
-    # -- reports -----------------------------------------------------------------------------
-
-    def routing(self) -> RoutingReport:
-        """Return which parameter takes which route, with owners and effective learning rates."""
-        options = {p: g for g in self.param_groups for p in g["params"]}
-        rows = [self._row(p, name, options.get(p)) for p, name in self._names.items()]
-        order = {name: i for i, name in enumerate(_model_names(self.runtime))}
-        return RoutingReport(tuple(sorted(rows, key=lambda row: order[row.name])))
-
-    def _row(self, parameter: nn.Parameter, name: str, group: dict[str, Any] | None) -> RouteRow:
-        place = self._entries.get(parameter)
-        matrices = place[0].parameters[place[1]].matrices if place else ()
-        if place is None:
-            holder = "sharded" if isinstance(parameter, DTensor) else "local"
-        else:
-            mine = [s for s in place[0].layout.segments if s.parameter == place[1]]
-            mesh = self.runtime.assignment.mesh
-            owners = sorted({mesh.rank(s.row, s.column) for s in mine if s.row >= 0})
-            holder = ",".join(map(str, owners)) if owners else "sharded"
-        rates: tuple[float, ...] = ()
-        if group is not None and matrices:
-            rule = MuonOptions.of(group)
-            rates = tuple(rule.adjusted_lr(m.rows, m.columns) for m in matrices)
-        elif group is not None:
-            rates = (float(group["lr"]),)
-        route: Literal["matrix", "adamw", "frozen"]
-        route = "frozen" if group is None else group["route"]
-        return RouteRow(name, tuple(parameter.shape), route, holder, len(matrices), rates)
-
-
-def _model_names(runtime: Runtime) -> list[str]:
-    return [canonical_name(name) for name, _ in runtime.model.named_parameters()]
-
-
-def _momentum_key(entry: OwnedParameter, s: Segment) -> str:
-    if not s.matrices or s.numel == entry.numel:
-        return "momentum_buffer"
-    return f"momentum_buffer.{s.matrices[0].index}"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _check_adamw(options: dict[str, Any]) -> None:
-    number = "a finite number >= 0"
-    for key, valid, wanted in (
-        ("lr", is_size, number),
-        ("eps", is_size, number),
-        ("weight_decay", is_size, number),
-        (
-            "betas",
-            lambda v: len(v) == 2 and all(is_size(b) and b < 1 for b in v),
-            "two numbers with 0 <= beta < 1",
-        ),
-    ):
-        expect(f"adamw_{key}", options[key], valid, wanted)
-
-
-def _listed(group: dict[str, Any]) -> list[nn.Parameter]:
-    """Return the parameters of a group as torch takes it: one, several, or (name, parameter)s."""
-    expect("param_groups", group, lambda g: "params" in g, "dicts with the key params")
-    params = group["params"]
-    if isinstance(params, torch.Tensor):
-        params = [params]
-    return [p[1] if isinstance(p, tuple) else p for p in params]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan_dmuon.ownership import Matrix
+
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
@@ -15,18 +17,21 @@ class SavedState:
     Attributes:
         parameter: Canonical name.
         key: Name of the entry: `momentum_buffer`, `exp_avg`, ...
-        shape: The parameter's full shape.
+        shape: The entry's full shape: the parameter's if it is elementwise.
         dtype: Of the entry.
-        scalar: Whether it is one number for the parameter, not one for each element.
-        stretches: (first element in the parameter, live tensor), as owners hold it: 1-D, or 0-D if
-            it is scalar. Empty on the ranks that own nothing of the parameter.
-        value: The live tensor of a parameter that has no owner; then there are no stretches.
+        stretches: Elementwise: (first element in the parameter, live 1-D tensor), as owners hold
+            it. Empty on the ranks that own nothing of the parameter.
+        tensors: Not elementwise: the live tensor, on its owner alone. One number for the parameter
+            may be here several times, if the parameter has several owners.
+        matrix: The matrix that it belongs to; None if it belongs to the parameter.
+        value: The live tensor of a parameter that has no owner; then there is nothing else.
     """
 
     parameter: str
     key: str
     shape: torch.Size
     dtype: torch.dtype
-    scalar: bool
-    stretches: Sequence[tuple[int, torch.Tensor]] = ()
+    stretches: Sequence[tuple[int, torch.Tensor]] | None = None
+    tensors: Sequence[torch.Tensor] = ()
+    matrix: Matrix | None = None
     value: torch.Tensor | None = None

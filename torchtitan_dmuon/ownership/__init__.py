@@ -1,7 +1,7 @@
 """Planning of owners: matrices, units, costs, assignment. Pure: no process group, no device."""
 
 from .assign import BYTES_PER_ELEMENT, Assignment, Overrun, assign
-from .cost import CostTable, measure, median, model_cost
+from .cost import CostTable, is_table_name, measure, median, model_cost, shipped_tables
 from .matrices import Matrix, MatrixSpec, Piece, segments
 from .mesh import OwnerMesh
 from .report import ColumnLoad, RankLoad, Summary, summarize
@@ -25,9 +25,11 @@ __all__ = [
     "Unit",
     "assign",
     "build_units",
+    "is_table_name",
     "measure",
     "median",
     "model_cost",
     "segments",
+    "shipped_tables",
     "summarize",
 ]

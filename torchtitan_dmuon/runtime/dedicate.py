@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_dmuon.arguments import expect, is_count, is_size
 from torchtitan_dmuon.baselines.shards import ShardGroup
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
-from torchtitan_dmuon.optim.newton_schulz import measure_seconds
+from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, find
 from torchtitan_dmuon.ownership import (
     SMALL_MATRIX_NUMEL,
     Assignment,
@@ -93,7 +93,8 @@ def dedicate_params(
     matrix_specs: Mapping[str, MatrixSpec] | None = None,
     communication: Literal["c10d"] = "c10d",
     mode: Mode = "owner",
-    cost: Literal["measured", "model"] | CostTable = "measured",
+    algorithm: str | type[MatrixOptimizer] | MatrixOptimizer = "muon",
+    cost: str | CostTable = "measured",
     assignment: AssignmentMethod = "balanced",
     small_matrix_numel: int = SMALL_MATRIX_NUMEL,
     byte_cap: float | None = 0.1,
@@ -140,8 +141,11 @@ def dedicate_params(
         communication: "c10d": torch.distributed collectives.
         mode: "owner", or "gather" for the baseline: even shards, whole matrices gathered and
             orthogonalised on every rank in each step (paper D.2, line B).
-        cost: Seconds of Newton-Schulz per shape: "measured" on every rank (median), "model" (a
-            formula, reproducible), or a table.
+        algorithm: The matrix optimizer that owners are balanced for: a name ("muon", "soap", ...;
+            with the options' defaults), a class or, with options, an instance.
+        cost: Seconds of an update per shape: "measured" on every rank (median), "model" (a
+            formula, reproducible), or a table: the name of a shipped one ("h100"), the path of a
+            JSON file that `dmuon costs` wrote, or a CostTable.
         assignment: "balanced"; "elements" and "round_robin" are for comparison.
         small_matrix_numel: Matrices with fewer elements share an owner within their layer.
         byte_cap: Excess over the mean bytes that a rank may own (0.1 = 10 percent); None: any.
@@ -154,7 +158,9 @@ def dedicate_params(
         Owned parameters, assignment and its balance.
 
     Raises:
-        ValueError: nothing is selected, shapes and specs disagree, or a bad value.
+        ValueError: nothing is selected, shapes and specs disagree, a bad value, or a cost table
+            that is not there, is for another algorithm or lacks a shape.
+        OSError: a cost table's file cannot be read.
         NotImplementedError: a selected parameter is a DTensor already.
         RuntimeError: ranks computed different assignments or tables; both digests are named.
     """
@@ -171,6 +177,7 @@ def dedicate_params(
         cast_forward_inputs=cast_forward_inputs,
         communication=communication,
         mode=mode,
+        algorithm=algorithm,
         cost=cost,
         assignment=assignment,
         small_matrix_numel=small_matrix_numel,
@@ -179,6 +186,8 @@ def dedicate_params(
         gradient_divide_factor=gradient_divide_factor,
         timeout=timeout,
     )
+    if isinstance(cost, str) and cost not in ("measured", "model"):
+        cost = CostTable.load(cost)
     layers = select(model, find_layers(model, hook_boundary_predicate), predicate, matrix_specs)
     layers = [layer for layer in layers if layer.parameters or layer.borrowed]
     grid = _grid(mesh, replicate_mesh)
@@ -188,7 +197,8 @@ def dedicate_params(
         communicator = C10dCommunicator(grid, _local_device(mesh.device_type), timeout)
     planned = [layer.as_layer() for layer in layers]
     units = build_units(planned, small_matrix_numel=small_matrix_numel)
-    table = _cost_table(cost, planned, device, communicator)
+    rule = _rule(algorithm)
+    table = _cost_table(cost, rule, planned, device, communicator)
     owner_mesh = OwnerMesh(len(grid), len(grid[0]))
     result = assign(units, owner_mesh, table, method=assignment, byte_cap=byte_cap)
     layouts = [
@@ -211,6 +221,7 @@ def dedicate_params(
         layers=planned,
         assignment=result,
         mode=mode,
+        algorithm=rule,
         communicator=communicator,
         device=device,
         reshard_after_forward=reshard_after_forward,
@@ -260,8 +271,19 @@ def _sum_dtype(value: object) -> bool:
     return _dtype(value) and value is not torch.float16
 
 
+def _algorithm(value: object) -> bool:
+    return isinstance(value, str | MatrixOptimizer) or (
+        isinstance(value, type) and issubclass(value, MatrixOptimizer)
+    )
+
+
+def _rule(algorithm: str | type[MatrixOptimizer] | MatrixOptimizer) -> MatrixOptimizer:
+    found = find(algorithm) if isinstance(algorithm, str) else algorithm
+    return found() if isinstance(found, type) else found
+
+
 def _cost(value: object) -> bool:
-    return isinstance(value, CostTable) or value in ("measured", "model")
+    return isinstance(value, str | CostTable)
 
 
 # Each argument of `dedicate_params` but the model and the specs: what will do, and its name.
@@ -276,7 +298,8 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cast_forward_inputs": (_flag, "True or False"),
     "communication": (lambda v: v == "c10d", "c10d"),
     "mode": (lambda v: v in get_args(Mode), " or ".join(get_args(Mode))),
-    "cost": (_cost, "measured, model or a CostTable"),
+    "algorithm": (_algorithm, "a name or a MatrixOptimizer, class or instance"),
+    "cost": (_cost, "measured, model, the name or path of a table, or a CostTable"),
     "assignment": (
         lambda v: v in get_args(AssignmentMethod),
         f"one of {', '.join(get_args(AssignmentMethod))}",
@@ -364,25 +387,30 @@ def _precision(
 
 def _cost_table(
     cost: str | CostTable,
+    rule: MatrixOptimizer,
     layers: Sequence[Layer],
     device: torch.device,
     communicator: C10dCommunicator | None,
 ) -> CostTable:
+    matrices = [m for layer in layers for p in layer.parameters for m in p.matrices]
+    shapes = [matrix.shape for matrix in matrices]
     if isinstance(cost, CostTable):
+        cost.check(matrices, rule.name)
         return cost
-    shapes = [m.shape for layer in layers for p in layer.parameters for m in p.matrices]
     if cost == "model":
-        return model_cost(shapes)
+        return model_cost(shapes, rule.flops, rule.name)
     where = communicator.device if communicator else device
     if where.type == "meta":
         where = _local_device("cuda" if torch.cuda.is_available() else "cpu")
-    mine = measure(shapes, lambda rows, columns: measure_seconds(rows, columns, device=where))
+    mine = measure(
+        shapes, lambda rows, columns: rule.measure_seconds(rows, columns, where), rule.name
+    )
     if communicator is None:
         return mine
     keys = list(mine.seconds)
     times = torch.tensor([mine.seconds[key] for key in keys], dtype=torch.float64, device=where)
     rows = communicator.collect(times).tolist()
-    return median([CostTable(dict(zip(keys, row, strict=True)), "measured") for row in rows])
+    return median([replace(mine, seconds=dict(zip(keys, row, strict=True))) for row in rows])
 
 
 def _shapes(layers: Sequence[SelectedLayer]) -> list[tuple[str, tuple[int, ...], bool]]:

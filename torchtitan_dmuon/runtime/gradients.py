@@ -18,11 +18,13 @@ class Gradients:
         norm: 2-norm over all parameters, owned and sharded, each counted once.
         present: Owned parameters that had a gradient on some rank.
         nonfinite: Parameters with an infinity or a NaN, owned and sharded.
+        spoiled: Owned parameters whose last update was not finite (`Runtime.suspects`).
     """
 
     norm: float
     present: frozenset[str]
     nonfinite: tuple[str, ...]
+    spoiled: tuple[str, ...] = ()
 
 
 def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
@@ -46,14 +48,16 @@ def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
     # Names of every rank, whether or not it has a gradient here: positions must agree.
     names = owned + [name for name, _ in runtime.other_parameters()]
     index = {name: i for i, name in enumerate(names)}
-    total, bad = _local(runtime, others)
-    vector = torch.zeros(1 + len(owned) + len(names), dtype=torch.float64)
+    total, bad, spoiled = _local(runtime, others)
+    vector = torch.zeros(1 + 2 * len(owned) + len(names), dtype=torch.float64)
     vector[0] = total
     for group in runtime.groups:
         for name in group.present:
             vector[1 + index[name]] = 1
     for name in bad:
         vector[1 + len(owned) + index[name]] = 1
+    for name in spoiled:
+        vector[1 + len(owned) + len(names) + index[name]] = 1
     if runtime.communicator is not None:
         vector = vector.to(runtime.device)
         runtime.communicator.exchange(vector)
@@ -61,7 +65,8 @@ def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
     result = Gradients(
         norm=max(values[0], 0.0) ** 0.5 if values[0] == values[0] else float("nan"),
         present=frozenset(n for n, v in zip(owned, values[1:], strict=False) if v),
-        nonfinite=tuple(n for n, v in zip(names, values[1 + len(owned) :], strict=True) if v),
+        nonfinite=tuple(n for n, v in zip(names, values[1 + len(owned) :], strict=False) if v),
+        spoiled=tuple(n for n, v in zip(owned, values[-len(owned) :], strict=True) if v),
     )
     runtime.known_gradients = (runtime.gradient_version, result)
     return result
@@ -69,8 +74,9 @@ def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
 
 def _local(
     runtime: Runtime, others: list[tuple[str, torch.nn.Parameter]]
-) -> tuple[float, set[str]]:
-    """Return this rank's share of the squared norm, and the names with non-finite values here."""
+) -> tuple[float, set[str], set[str]]:
+    """Return this rank's share of the squared norm, and the names with non-finite values here:
+    of gradients, and of the updates of the last step."""
     names: list[str] = []
     counted: list[bool] = []
     norms: list[torch.Tensor] = []
@@ -94,8 +100,13 @@ def _local(
             add(name, sharded.to_local(), first)
         elif sharded is not None:
             add(name, sharded, True)
-    if not norms:
-        return 0.0, set()
-    values = torch.stack(norms).tolist()
+    suspects, runtime.suspects = runtime.suspects, []
+    finite = [f.to(torch.float64) for _, f in suspects]
+    if not norms and not finite:
+        return 0.0, set(), set()
+    # One transfer for all: each would make the host wait for the device.
+    flags = torch.stack([*norms, *finite]).tolist()
+    values = flags[: len(norms)]
+    spoiled = {n for (n, _), v in zip(suspects, flags[len(norms) :], strict=True) if not v}
     bad = {n for n, v in zip(names, values, strict=True) if not v < float("inf")}
-    return sum(v * v for v, count in zip(values, counted, strict=True) if count), bad
+    return sum(v * v for v, count in zip(values, counted, strict=True) if count), bad, spoiled

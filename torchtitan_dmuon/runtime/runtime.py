@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchtitan_dmuon.comm import Communicator, Event, Traffic
+from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.ownership import Assignment, Layer
 from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
 from torchtitan_dmuon.runtime.fsdp import forward_order, leave_out_backward
@@ -38,6 +39,7 @@ class Runtime:
         order: Every group in the order of the first forward; module order until then.
         layers: What the assignment was made from, by group.
         assignment: Who owns what.
+        algorithm: The matrix optimizer that owners are balanced for.
         communicator: None if there is one rank.
         sync: Whether the next backward reduces gradients (`no_sync`).
         traffic: Counts of communication.
@@ -52,6 +54,7 @@ class Runtime:
         layers: Sequence[Layer],
         assignment: Assignment,
         mode: str,
+        algorithm: MatrixOptimizer,
         communicator: Communicator | None,
         device: torch.device,
         reshard_after_forward: bool,
@@ -65,6 +68,7 @@ class Runtime:
         self.layers = tuple(layers)
         self.assignment = assignment
         self.mode = mode
+        self.algorithm = algorithm
         self.communicator = communicator
         self.device = device
         self.sync = True
@@ -72,6 +76,8 @@ class Runtime:
         # Changes with every backward; what was found of the gradients is kept by it.
         self.gradient_version = 0
         self.known_gradients: tuple[int, Any] | None = None
+        # Of the last step's updates here: the parameter, and whether the update was finite (0-D).
+        self.suspects: list[tuple[str, torch.Tensor]] = []
         self._reshard = reshard_after_forward
         self._depth = prefetch_depth
         self._cast = cast_inputs_to
