@@ -23,6 +23,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_dmuon.config.schema import Parallelism
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_specs
+from torchtitan_dmuon.models.heads import head_specs
 from torchtitan_dmuon.models.init import init_through_owners
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.runtime.dedicate import Dedication, dedicate_params
@@ -35,6 +36,7 @@ def parallelize(
     titan_parallelize: Callable[..., nn.Module],
     timeout: timedelta | None = None,
     algorithm: MatrixOptimizer | None = None,
+    per_head: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
     """Apply tensor, activation and data parallelism to a model on the meta device.
@@ -45,6 +47,7 @@ def parallelize(
         titan_parallelize: torchtitan's own function for this model.
         timeout: Limit of an operation on owned matrices; None: that of the process group.
         algorithm: The matrix optimizer that owners are balanced for; None: none is there.
+        per_head: Whether each attention head's rows of Q, K and V are a matrix.
         **kwargs: What torchtitan passes to that function: parallel_dims, training,
             compile_config, ac_config, dump_folder.
 
@@ -57,7 +60,12 @@ def parallelize(
         case "gather" | "owner":
             assert algorithm is not None
             return parallelize_owned(
-                model, parallelism=parallelism, timeout=timeout, algorithm=algorithm, **kwargs
+                model,
+                parallelism=parallelism,
+                timeout=timeout,
+                algorithm=algorithm,
+                per_head=per_head,
+                **kwargs,
             )
 
 
@@ -65,6 +73,7 @@ def with_modes(
     spec: ModelSpec,
     timeout: timedelta | None = None,
     algorithm: MatrixOptimizer | None = None,
+    per_head: bool = False,
 ) -> ModelSpec:
     """Route a model's parallelize step through `parallelize`; changes and returns the spec."""
     spec.parallelize_fn = functools.partial(
@@ -72,6 +81,7 @@ def with_modes(
         titan_parallelize=spec.parallelize_fn,
         timeout=timeout,
         algorithm=algorithm,
+        per_head=per_head,
     )
     return spec
 
@@ -86,6 +96,7 @@ def parallelize_owned(
     ac_config: ActivationCheckpointingConfig | None,
     dump_folder: str,
     algorithm: MatrixOptimizer,
+    per_head: bool = False,
     timeout: timedelta | None = None,
 ) -> nn.Module:
     """Apply activation checkpointing, compile, owners and, around the layers, FSDP.
@@ -102,6 +113,7 @@ def parallelize_owned(
         ac_config: Activation checkpointing; None: none.
         dump_folder: For what activation checkpointing may write.
         algorithm: The matrix optimizer that owners are balanced for.
+        per_head: Whether each attention head's rows of Q, K and V are a matrix.
         timeout: Limit of an operation on owned matrices.
 
     Returns:
@@ -114,7 +126,7 @@ def parallelize_owned(
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     mesh = parallel_dims.get_mesh(names)
     init_through_owners(model)
-    dedication = _dedicate(model, mesh, training, parallelism, algorithm, timeout)
+    dedication = _dedicate(model, mesh, training, parallelism, algorithm, per_head, timeout)
     _shard_the_rest(model, mesh, dedication, training, parallelism)
     return model
 
@@ -125,6 +137,7 @@ def _dedicate(
     training: TrainingConfig,
     parallelism: Parallelism,
     algorithm: MatrixOptimizer,
+    per_head: bool,
     timeout: timedelta | None,
 ) -> Dedication:
     layers: Any = model.layers
@@ -139,7 +152,7 @@ def _dedicate(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cast_forward_inputs=False,
-        matrix_specs=fused_qkv_specs(model),
+        matrix_specs=head_specs(model) if per_head else fused_qkv_specs(model),
         communication=parallelism.communication,
         mode="gather" if parallelism.mode == "gather" else "owner",
         algorithm=algorithm,

@@ -12,7 +12,7 @@ import logging
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Layout:
         zero: 2 or 3.
         fused: Whether Q, K and V are one weight.
         dropout: Makes the result depend on the random generators, and so on the ranks.
+        algorithm: The matrix optimizer of mode "owner".
         merged: No experts, and all matrices of a layer have one owner: only two ranks own anything.
     """
 
@@ -57,6 +58,7 @@ class Layout:
     fused: bool = False
     dropout: float = 0.0
     merged: bool = False
+    algorithm: str = "muon"
 
     @property
     def size(self) -> int:
@@ -65,7 +67,8 @@ class Layout:
     @property
     def name(self) -> str:
         extras = "_fused" * self.fused + "_dropout" * bool(self.dropout) + "_merged" * self.merged
-        return f"{self.mode}_{self.mesh[0]}x{self.mesh[1]}_z{self.zero}{extras}"
+        own = "" if self.algorithm == "muon" else f"{self.algorithm}_"
+        return f"{own}{self.mode}_{self.mesh[0]}x{self.mesh[1]}_z{self.zero}{extras}"
 
 
 class Attention(nn.Module):
@@ -180,6 +183,7 @@ def place(model: nn.Module, layout: Layout) -> Any:
             model,
             mesh,
             mode=layout.mode,
+            algorithm=layout.algorithm,
             cost="model",
             reshard_after_forward=layout.zero == 3,
             small_matrix_numel=10**9 if layout.merged else 500,
@@ -202,9 +206,12 @@ def build_optimizers(model: nn.Module, layout: Layout, **options: Any) -> Any:
     from torchtitan_dmuon.optim.container import OwnerContainer
 
     if layout.mode in ("owner", "gather"):
-        own = {"lr": 0.02, "ns_dtype": "float32"}
-        adamw = {k: options.pop(k) for k in list(options) if k.startswith("adamw_")}
-        config = OwnerContainer.Config(**{"adamw_lr": 3e-3, **adamw}, options={**own, **options})
+        shared = {f.name for f in fields(OwnerContainer.Config)}
+        others = {k: options.pop(k) for k in list(options) if k in shared}
+        config = OwnerContainer.Config(
+            **{"adamw_lr": 3e-3, "algorithm": layout.algorithm, **others},
+            options={"lr": 0.02, **options},
+        )
         return OwnerContainer(config, model_parts=[model])
     rest = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, **options}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=rest)]

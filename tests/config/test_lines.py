@@ -125,8 +125,8 @@ def test_a_contradicted_line_is_named(write, arguments: list[str], expected: str
         ("lr = 0.02", 'lr = "fast"', r"job.toml:4: optimizer.lr: expected a number, got .fast"),
         ("lr = 0.02", "lr = -0.1", r"job.toml:4: optimizer.lr: expected a number >= 0, got -0.1"),
         ("lr = 0.02", "lr = inf", r"job.toml:4: optimizer.lr: expected a number >= 0, got inf"),
-        ("lr = 0.02", "ns_coefficients = [1.0]", r"ns_coefficients: expected 3 values, got 1"),
-        ("lr = 0.02", 'ns_dtype = "float16"', r"job.toml:4: optimizer.ns_dtype: .*is not one of"),
+        ("lr = 0.02", "ns_coefficients = [1.0]", r"ns_coefficients: expected one of .*or 3 values"),
+        ("lr = 0.02", 'ns_dtype = "float8"', r"job.toml:4: optimizer.ns_dtype: .*is not one of"),
         ("lr = 0.02", 'adjust_lr_fn = "orignal"', r"adjust_lr_fn: .*did you mean 'original'"),
         ("lr = 0.02", "betas = [0.8, 0.9]", r"job.toml:4: optimizer.betas: nothing.*'adamw_betas'"),
         (
@@ -216,7 +216,7 @@ def test_what_owners_cannot_do_yet_is_refused(write, arguments, expected: str) -
         ),
         (
             'pattern = "x"\noptimizer_name = "DMuon"\noptimizer_kwargs = { momentum = "high" }',
-            "param_groups[0].optimizer_kwargs.momentum: expected a number",
+            "momentum: expected 0 <= momentum < 1, got 'high'",
         ),
         (
             'pattern = "x"\noptimizer_name = "DMuon"\noptimizer_kwargs = { momentum = 1.5 }',

@@ -175,10 +175,11 @@ class C10dCommunicator(Communicator):
             shard.copy_(buffer)
         return self._in_stages(label, inside, across, after, then)
 
-    def exchange(self, values: torch.Tensor) -> None:
+    def exchange(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         self.traffic.add("exchange", "scalars", values.numel() * values.element_size())
         with self._named("exchange", self._all_ranks):
-            dist.all_reduce(values, group=self._groups["exchange"])
+            op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+            dist.all_reduce(values, op, group=self._groups["exchange"])
 
     def collect(self, values: torch.Tensor) -> torch.Tensor:
         result = [torch.empty_like(values) for _ in self._all_ranks]

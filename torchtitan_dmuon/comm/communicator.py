@@ -162,8 +162,8 @@ class Communicator(ABC):
         """Sum `buffer` (K * n,) over all ranks; this column's part (n,) goes to `shard`."""
 
     @abstractmethod
-    def exchange(self, values: torch.Tensor) -> None:
-        """Sum a small vector over all ranks, in place; the caller waits."""
+    def exchange(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        """Sum a small vector over all ranks (or take maxima), in place; the caller waits."""
 
     @abstractmethod
     def collect(self, values: torch.Tensor) -> torch.Tensor:

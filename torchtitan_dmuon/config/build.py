@@ -238,6 +238,7 @@ def build(job: Job, device: str) -> Trainer.Config:
         get_model_spec(config.model.name, config.model.flavor, attn_backend=backend),
         timeout=timedelta(seconds=config.comm.train_timeout_seconds),
         algorithm=rule_of(config.optimizer) if config.optimizer.name == "DMuon" else None,
+        per_head=config.optimizer.per_head,
     )
     make_init_layout_independent(spec.model)
     vocab_size = spec.model.vocab_size

@@ -92,7 +92,7 @@ def _unknown(key: str, known: Mapping[str, Any]) -> str:
 
 def _value(hint: Any, values: list[str], key: str) -> Any:
     kinds = set(_flatten(hint))
-    if dict in kinds and len(values) == 1:
+    if get_origin(hint) is dict and len(values) == 1:
         return _scalar(values[0], keep_text=False)
     if kinds & {list, tuple}:
         text = " ".join(values)

@@ -38,6 +38,8 @@ _DMUON_ONLY = (
     "ns_dtype",
     "ns_method",
     "ns_restarts",
+    "per_head",
+    "qk_clip",
     "publish",
     "nonfinite",
 )
@@ -67,7 +69,15 @@ def check_optimizer(job: Job) -> None:
 
 def _numbers(o: Optimizer) -> Iterator[tuple[str, str]]:
     """Yield the keys whose numbers are out of range, each with a message."""
-    for name in ("lr", "eps", "weight_decay", "adamw_lr", "adamw_eps", "adamw_weight_decay"):
+    for name in (
+        "lr",
+        "eps",
+        "weight_decay",
+        "adamw_lr",
+        "adamw_eps",
+        "adamw_weight_decay",
+        "qk_clip",
+    ):
         value = getattr(o, name)
         if not 0 <= value < float("inf"):
             yield name, f"expected a number >= 0, got {value}"
@@ -154,6 +164,11 @@ def check_mode(job: Job) -> None:
         raise ConfigError(
             f"{job.at('training.disable_cuda_graphs')}: CUDA graphs do not go with mode {p.mode}; "
             "expected true"
+        )
+    if o.qk_clip and job.config.compile.enable and "model" in job.config.compile.components:
+        raise ConfigError(
+            f"{job.at('optimizer.qk_clip')}: observes logits in a way that compiled layers do not "
+            'go with; expected 0, or compile.enable = false, or components without "model"'
         )
     for key, remedy in _HF_REMEDIES.items():
         if checkpoint.enable and getattr(checkpoint, key):

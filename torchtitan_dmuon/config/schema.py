@@ -196,6 +196,18 @@ class Optimizer:
     adamw_weight_decay: float = 0.0
     """DMuon, Muon: decoupled weight decay of everything else."""
 
+    per_head: bool = False
+    """
+    DMuon: whether each attention head's rows of Q, K and V are a matrix of their own, orthogonalized
+    by themselves.
+    """
+
+    qk_clip: float = 0.0
+    """
+    DMuon: largest attention logit (QK-clip): where a head's exceeds it, its query and key weights
+    are scaled down after the step. Kimi K2 took 100. 0: off.
+    """
+
     publish: Literal["async", "sync"] = "async"
     """
     DMuon: whether new weights travel to the other nodes during the next forward pass (async) or

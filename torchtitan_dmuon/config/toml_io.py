@@ -188,7 +188,8 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(f'"{a}"' for a in args)
     if origin in (list, tuple):
-        return f"a list of {describe(args[0])} values" if args else "a list"
+        many = "a list" if origin is list else f"{len(args)} values"
+        return f"{many} ({describe(args[0])} each)" if args else "a list"
     if origin is dict or dataclasses.is_dataclass(hint):
         return "a table"
     names = {

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_dmuon.checkpoint.state import owner_state
+from torchtitan_dmuon.models.heads import attentions
 from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
+from torchtitan_dmuon.optim.qk_clip import QKClip
 from torchtitan_dmuon.optim.report import PHASES, RoutingReport, StepReport
 from torchtitan_dmuon.ownership import summarize
 from torchtitan_dmuon.runtime.api import clip_grad_norm_
@@ -57,17 +59,23 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         adamw_weight_decay: float = 0.0
         publish: Literal["async", "sync"] = "async"
         nonfinite: Literal["skip", "error"] = "skip"
+        qk_clip: float = 0.0
 
     optimizers: list[OwnerOptimizer]
     routes: list[RoutingReport]
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self.model_parts = model_parts
-        shared = {f.name for f in fields(OptimizersContainer.Config)} | {"options"}
+        shared = {f.name for f in fields(OptimizersContainer.Config)} | {"options", "qk_clip"}
         own = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in shared}
         own = typed(own | config.options)
         self.optimizers = [
-            OwnerOptimizer(model, **own, param_groups=_overrides(config, model))
+            OwnerOptimizer(
+                model,
+                **own,
+                param_groups=_overrides(config, model),
+                qk_clip=QKClip(attentions(model), config.qk_clip) if config.qk_clip else None,
+            )
             for model in model_parts
         ]
         self._reports: list[StepReport] = []
@@ -118,11 +126,20 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(total)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        clips = [o.qk_clip for o in self.optimizers if o.qk_clip is not None]
         skipped = sum(report.skipped for report in reports)
         counted = max(1, steps - skipped)
         return {
             "optimizer/matrices_per_step": float(total) / counted,
             "optimizer/skipped_steps": float(skipped),
+            **{
+                key: value
+                for clip in clips
+                for key, value in (
+                    ("optimizer/max_attention_logit", float(clip.maximum)),
+                    ("optimizer/clipped_heads", float(clip.clipped)),
+                )
+            },
             **{
                 f"optimizer/{phase}(s)": seconds
                 for phase, seconds in zip(PHASES, slowest.tolist(), strict=True)

@@ -26,6 +26,7 @@ from torchtitan_dmuon.optim.options import (
     defaults,
     listed,
 )
+from torchtitan_dmuon.optim.qk_clip import QKClip
 from torchtitan_dmuon.optim.report import PhaseClock, RouteRow, RoutingReport, StepReport
 from torchtitan_dmuon.optim.saved import SavedState
 from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
@@ -73,6 +74,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         nonfinite: What a step does if a gradient has an infinity or NaN on any rank: "skip" leaves
             weights and state untouched on all ranks, warns with the parameters' names and reports
             it in `last_step`; "error" raises FloatingPointError on all ranks.
+        qk_clip: Clips query and key weights where attention logits grow too large.
         param_groups: Overrides: dicts with `params` (parameters of the model) and any of the
             options, by the names of this signature. Other parameters get the defaults.
         options: Of the matrix optimizer: its fields, `lr` and `weight_decay` among them. Those left
@@ -95,6 +97,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         adamw_weight_decay: float = 0.0,
         publish: Literal["async", "sync"] = "async",
         nonfinite: Literal["skip", "error"] = "skip",
+        qk_clip: QKClip | None = None,
         param_groups: Sequence[dict[str, Any]] | None = None,
         **options: Any,
     ) -> None:
@@ -111,6 +114,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             )
         self.publish = publish
         self.nonfinite = nonfinite
+        self.qk_clip = qk_clip
         self.last_step = StepReport()
         self._entries = {
             e.parameter: (g, i) for g in self.runtime.groups for i, e in enumerate(g.parameters)
@@ -129,6 +133,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._spoiled: set[str] = set()
         super().__init__(self._all_groups(param_groups or ()), {})
         self._check_routes()
+        self._check_clipped()
         self._moves = self.runtime.moves
 
     @property
@@ -225,6 +230,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     "fully_shard(model, mesh=mesh, ignored_params=owned.parameters) before the "
                     "optimizer is made"
                 )
+
+    def _check_clipped(self) -> None:
+        owned = {e.name for g in self.runtime.groups for e in g.parameters}
+        for name in self.qk_clip.parameters if self.qk_clip else ():
+            if name not in owned:
+                raise ValueError(f"qk_clip: {name} is not an owned parameter of the model")
 
     # torch's GradScaler asks for this, and then hands over its scale.
     _step_supports_amp_scaling = True
@@ -335,6 +346,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._refuse(gradients, clock)
             return loss
         self.runtime.free_all()
+        if self.qk_clip is not None:
+            self.qk_clip.agree(self.runtime.communicator, self.runtime.device)
         count = 0
         options = {p: g for g in self.param_groups for p in g["params"]}
         rules = {id(g): self.algorithm.of(g) for g in self.param_groups if g["route"] == "matrix"}
@@ -353,6 +366,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
                         count += self._update_gathered(group, piece, gradients, options, rules)
                     clock.mark("orthogonalize")
                     self._update_small(group, piece, gradients, options)
+                    if self.qk_clip is not None:
+                        self.qk_clip.scale(group, piece)
                     clock.mark("elementwise")
                 group.publish(piece)
                 if mine:
@@ -429,6 +444,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         more = len(gradients.nonfinite) - 8
         text = f"gradients are not finite: {names}" + (f" and {more} more" if more > 0 else "")
         self.last_step = StepReport(0, True, gradients.nonfinite, clock)
+        if self.qk_clip is not None:
+            self.qk_clip.forget()
         if self.nonfinite == "error":
             raise FloatingPointError(text)
         if self.runtime.communicator is None or self.runtime.communicator.rank == 0:
