@@ -1,0 +1,366 @@
+"""What the runtime does around a matrix optimizer: views, batches, guards, recordings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import torchtitan_dmuon as dmuon
+from tests.runtime.heads import Heads, as_lists, batch, full_weights, mean_gradient
+from tests.runtime.plain import dedicate, open_world
+from tests.worlds import run_world
+from torchtitan_dmuon.optim import matrix_step
+from torchtitan_dmuon.optim.algorithms.muon import MuonRule
+from torchtitan_dmuon.optim.matrix_optimizer import (
+    MatrixOptimizer,
+    State,
+    find,
+    new_state,
+    register,
+    registered,
+)
+from torchtitan_dmuon.optim.matrix_step import MatrixWork, batches, update_matrices
+from torchtitan_dmuon.optim.replay import Recording, Replays
+from torchtitan_dmuon.ownership import MatrixSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(MatrixOptimizer):
+    """Keeps state of every kind; the update is the gradient's running mean."""
+
+    spoil: bool = False
+
+    def state_shapes(self, rows: int, columns: int) -> Any:
+        return {"mean": "elementwise", "per_row": (rows, 1), "square": (rows, rows), "step": ()}
+
+    def update(self, gradient: torch.Tensor, state: State) -> torch.Tensor:
+        assert gradient.ndim == 2 and state["mean"].shape == gradient.shape
+        state["step"] += 1
+        state["mean"].lerp_(gradient, 0.5)
+        state["per_row"] += gradient.sum(1, keepdim=True)
+        state["square"] += gradient @ gradient.T
+        if self.spoil:
+            return torch.full_like(gradient, float("inf"))
+        return state["mean"].clone()
+
+
+class Tiny(nn.Module):
+    """A fused interleaved weight, a stack and a plain weight in each of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TinyLayer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TinyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.randn(12, 6) / 3)
+        self.stack = nn.Parameter(torch.randn(5, 6, 6) / 3)
+        self.plain = nn.Parameter(torch.randn(6, 12) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(x @ self.fused.T) @ self.plain.T
+        return x + torch.tanh(x.unsqueeze(-3) @ self.stack).mean(-3)
+
+
+SPECS = {"fused": MatrixSpec(rows=(4, 2), blocks=2)}
+# Rows of the two matrices that `fused` interleaves.
+FUSED_ROWS = [[0, 1, 2, 3, 6, 7, 8, 9], [4, 5, 10, 11]]
+
+
+def blocks(name: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """Return a parameter's matrices."""
+    if name.endswith("fused"):
+        return [value[rows] for rows in FUSED_ROWS]
+    return list(value) if value.ndim == 3 else [value]
+
+
+def train(shape: tuple[int, int], algorithm: Any, steps: int, **options: Any) -> dict[str, Any]:
+    """Train on integer data, whose gradients' sums are exact, and return all weights."""
+    mesh = open_world(shape) if shape != (1, 1) else None
+    rank = torch.distributed.get_rank() if mesh else 0
+    size = shape[0] * shape[1]
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, mesh, algorithm=algorithm, matrix_specs=SPECS, small_matrix_numel=1)
+    optimizer = dmuon.OwnerOptimizer(model, algorithm, lr=0.02, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(12, 16, 6, generator=torch.Generator().manual_seed(step))
+        model(x.tensor_split(size)[rank]).square().mean().backward()
+        optimizer.step()
+    state = {
+        f"{name}/{key}": value.tolist()
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+        for key, value in optimizer.state[p].items()
+    }
+    return {"weights": as_lists(full_weights(model)), "state": state}
+
+
+@pytest.mark.parametrize("world", [(1, 1), (1, 2), (2, 2), (3, 1)], ids=str)
+def test_a_rule_sees_whole_matrices_and_its_own_state(world: tuple[int, int]) -> None:
+    """Interleaved, stacked and plain: the same as a loop over single matrices in one process."""
+    torch.manual_seed(0)
+    model, rule = Tiny(), Probe(lr=0.02)
+    states = {
+        (name, i): new_state(rule, *m.shape, device=m.device)
+        for name, p in model.named_parameters()
+        for i, m in enumerate(blocks(name, p.detach()))
+    }
+    for step in range(3):
+        model.zero_grad()
+        x = torch.randn(12, 16, 6, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            with torch.no_grad():
+                new = p.detach().clone()
+                for i, gradient in enumerate(blocks(name, p.grad)):
+                    update = rule.update(gradient, states[name, i])
+                    target = FUSED_ROWS[i] if name.endswith("fused") else i
+                    if name.endswith("plain"):
+                        target = slice(None)
+                    new[target] = new[target] * (1 - 0.02 * 0.1) - 0.02 * update
+                p.copy_(new)
+    if world == (1, 1):
+        results = [train(world, Probe, 3)]
+    else:
+        results = run_world(world[0] * world[1], train, world, Probe, 3, timeout_seconds=60)
+    for name, p in model.named_parameters():
+        for result in results:
+            found = torch.tensor(result["weights"][name])
+            torch.testing.assert_close(found, p.detach(), rtol=1e-4, atol=1e-6)
+    held = [key for result in results for key in result["state"]]
+    assert len(held) == len(set(held)), "state of one matrix is on several ranks"
+    merged = {k: v for result in results for k, v in result["state"].items()}
+    for (name, i), state in states.items():
+        several = 1 < len(blocks(name, dict(model.named_parameters())[name].detach()))
+        for key in ("per_row", "square", "step"):
+            full = f"{name}/probe_{key}" + (f".{i}" if several else "")
+            found = torch.tensor(merged[full])
+            torch.testing.assert_close(found, state[key], rtol=1e-4, atol=1e-5, msg=full)
+
+
+SHAPES = [(7, 5), (3, 12), (12, 4), (1, 6), (5, 5), (7, 5)]
+
+
+def train_heads(shape: tuple[int, int], algorithm: str) -> dict[str, list[Any]]:
+    mesh = open_world(shape) if shape != (1, 1) else None
+    rank = torch.distributed.get_rank() if mesh else 0
+    torch.manual_seed(0)
+    model = Heads(SHAPES)
+    dedicate(model, mesh, algorithm=algorithm, small_matrix_numel=1)
+    optimizer = dmuon.OwnerOptimizer(model, algorithm, lr=0.02)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(SHAPES, rank, step), range(len(SHAPES))).backward()
+        optimizer.step()
+    return as_lists(full_weights(model))
+
+
+@pytest.mark.parametrize("world", [(1, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("algorithm", ["normuon", "soap", "shampoo", "muon"])
+def test_every_algorithm_is_one_process_on_whole_gradients(
+    algorithm: str, world: tuple[int, int]
+) -> None:
+    """Integer data, whose sums are exact on any layout: nothing but the rule is left to differ."""
+    rule = find(algorithm)(lr=0.02)
+    torch.manual_seed(0)
+    weights = [layer.weight.detach().clone() for layer in Heads(SHAPES).layers]
+    for index, (rows, columns) in enumerate(SHAPES):
+        state = new_state(rule, rows, columns, device=weights[index].device)
+        for step in range(4):
+            gradient = mean_gradient(SHAPES, index, world[0] * world[1], step).float()
+            update = rule.update(gradient, state)
+            weights[index] *= 1 - 0.02 * rule.weight_decay
+            weights[index] -= rule.adjusted_lr(rows, columns) * update
+    for result in run_world(world[0] * world[1], train_heads, world, algorithm, timeout_seconds=60):
+        for index, weight in enumerate(weights):
+            found = torch.tensor(result[f"layers.{index}.weight"])
+            torch.testing.assert_close(found, weight, rtol=1e-5, atol=1e-6, msg=str(SHAPES[index]))
+
+
+def works(shapes: Sequence[tuple[int, int]], rule: MatrixOptimizer) -> list[MatrixWork]:
+    torch.manual_seed(1)
+    result = []
+    for i, (rows, columns) in enumerate(shapes):
+        (matrix,) = MatrixSpec().matrices(f"p{i}", (rows, columns))
+        weight, gradient = torch.randn(rows * columns), torch.randn(rows * columns)
+        state = {"momentum_buffer": torch.randn(rows * columns)}
+        result.append(MatrixWork(matrix, weight, gradient, 0, state, rule))
+    return result
+
+
+def test_small_matrices_of_one_shape_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shape and options, never beyond the bound on memory, large ones alone; each as if alone."""
+    monkeypatch.setattr(matrix_step, "BATCH_MATRIX_NUMEL", 200)
+    monkeypatch.setattr(matrix_step, "BATCH_NUMEL", 3 * 6 * 9)
+    rule, other = MuonRule(), MuonRule(momentum=0.5)
+    shapes = [(6, 9), (4, 4), (6, 9), (9, 6), (6, 9), (6, 9), (20, 20), (20, 20)]
+    todo = [*works(shapes, rule), *works([(6, 9)], other)]
+    together = batches(todo)
+    sizes = [len(together[work]) for work in todo]
+    assert sizes == [3, 1, 3, 1, 3, 1, 1, 1, 1]
+    alone = [*works(shapes, rule), *works([(6, 9)], other)]
+    for work, single in zip(todo, alone, strict=True):
+        if not work.done:
+            update_matrices(together[work])
+        update_matrices([single])
+        assert work.done and bool(work.finite)
+        torch.testing.assert_close(work.weight, single.weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(work.state, single.state)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The weights stay, finite matrices go on, and the name is logged in the next step, once."""
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, None, algorithm=Probe)
+    bad = [model.layers[1].plain]
+    optimizer = dmuon.OwnerOptimizer(
+        model, Probe, lr=0.1, weight_decay=0.0, param_groups=[{"params": bad, "spoil": True}]
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with caplog.at_level(logging.WARNING, "torchtitan_dmuon"):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            assert not optimizer.last_step.skipped
+    lines = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert len(lines) == 1 and "layers.1.plain" in lines[0], lines
+    for name, p in model.named_parameters():
+        assert torch.equal(before[name], p.detach()) == (name == "layers.1.plain"), name
+
+
+def test_algorithms_are_found_by_name_or_import_path() -> None:
+    assert registered() == ("muon", "normuon", "shampoo", "soap")
+    assert find("muon") is MuonRule
+    assert find(f"{Probe.__module__}:Probe") is Probe
+    with pytest.raises(ValueError, match=r"unknown matrix optimizer 'soup'; did you mean 'soap'\?"):
+        find("soup")
+    with pytest.raises(ValueError, match="cannot import 'no_such_module:X'"):
+        find("no_such_module:X")
+    with pytest.raises(ValueError, match="has no attribute 'Y'"):
+        find(f"{Probe.__module__}:Y")
+    with pytest.raises(ValueError, match="is not a subclass of MatrixOptimizer"):
+        find("torch:Tensor")
+    with pytest.raises(ValueError, match="'muon' is registered already"):
+        register("muon")(Probe)
+
+
+def test_options_are_checked_by_the_algorithm() -> None:
+    def build(**options: Any) -> Callable[[], object]:
+        torch.manual_seed(0)
+        return lambda: dmuon.OwnerOptimizer(Tiny(), **options)
+
+    with pytest.raises(ValueError, match=r"unknown option 'momentun' of muon; did you mean 'mom"):
+        build(algorithm="muon", momentun=0.9)()
+    with pytest.raises(ValueError, match="unknown option 'momentum' of soap"):
+        build(algorithm="soap", momentum=0.9)()
+    with pytest.raises(ValueError, match="momentum: expected 0 <= momentum < 1"):
+        build(algorithm="normuon", momentum=1.0)()
+    with pytest.raises(ValueError, match="unknown matrix optimizer"):
+        build(algorithm="adam")()
+
+
+def test_another_algorithm_than_owners_are_balanced_for_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, None)
+    with caplog.at_level(logging.WARNING, "torchtitan_dmuon"):
+        dmuon.OwnerOptimizer(model, "soap")
+    assert "owners are balanced for the cost of muon, not of soap" in caplog.text
+    model = Tiny()
+    dedicate(model, None, algorithm="soap")
+    assert dmuon.OwnerOptimizer(model).algorithm is find("soap")
+
+
+def test_gathered_matrices_know_muon_only() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, None, mode="gather", algorithm="soap")
+    with pytest.raises(ValueError, match="mode gather, the baseline, knows muon only, got 'soap'"):
+        dmuon.OwnerOptimizer(model, "soap")
+
+
+# -- recordings: the logic, with a recorder that runs on any device --------------------------------
+
+
+class Recorder:
+    """Records as CUDA graphs do: a replay computes from the static input into a static result."""
+
+    def __init__(self, fail: bool = False) -> None:
+        self.count, self.replays, self.fail = 0, 0, fail
+
+    def __call__(self, compute: Any, source: torch.Tensor) -> Recording:
+        if self.fail:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.count += 1
+        static, result = torch.empty_like(source), torch.empty_like(source)
+
+        def replay() -> None:
+            self.replays += 1
+            result.copy_(compute(static))
+
+        return Recording(static, result, replay)
+
+
+def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on() -> None:
+    """Results are those of the plain computation, and do not change when the next one is made."""
+    recorder = Recorder()
+    replays = Replays(recorder)
+    kept = []
+    for i in range(4):
+        for key, size in (("a", 3), ("b", 5)):
+            x = torch.full((size,), float(i))
+            kept.append((replays.run(key, lambda x: 2 * x, x), 2 * x))
+    assert recorder.count == replays.recorded == 2
+    assert recorder.replays == 2 * 3
+    assert all(torch.equal(found, expected) for found, expected in kept)
+
+
+def test_a_recording_that_fails_is_said_once_and_computed_instead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replays = Replays(Recorder(fail=True))
+    with caplog.at_level(logging.WARNING, "torchtitan_dmuon"):
+        for i in range(4):
+            x = torch.full((3, 2), float(i))
+            assert torch.equal(replays.run("a", lambda x: x + 1, x), x + 1)
+    (record,) = caplog.records
+    assert "(3, 2)" in record.getMessage() and "stream is capturing" in record.getMessage()
+    assert replays.recorded == 0
+
+
+@pytest.mark.gpu
+def test_replays_on_a_gpu_are_the_plain_computation() -> None:
+    """Whatever the order of shapes, in one memory pool."""
+    from torchtitan_dmuon.optim.newton_schulz import newton_schulz
+    from torchtitan_dmuon.optim.replay import orthogonalize
+
+    options = {"dtype": torch.float16}
+    shapes = [(64, 256), (256, 64), (512, 1024), (3, 128, 256)]
+    for i in range(4):
+        for shape in shapes[i:] + shapes[:i]:
+            generator = torch.Generator("cuda").manual_seed(i)
+            x = torch.randn(shape, device="cuda", generator=generator)
+            expected = newton_schulz(x, **options)  # type: ignore[arg-type]
+            torch.testing.assert_close(orthogonalize(x, **options), expected, rtol=0, atol=2e-3)
