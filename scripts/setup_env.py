@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "torchtitan_dmuon.json"
 LOCK_SECONDS = 1800
+# A peer that tests compare with. Its own requirements pin kernels for GPUs, which tests do without.
+WITHOUT_REQUIREMENTS = {"dev": ["gram-newton-schulz"]}
 
 
 class SetupError(Exception):
@@ -92,6 +94,9 @@ def set_up(venv: Path, extras: set[str], torch: str | None) -> None:
     target = f"{ROOT}[{','.join(sorted(extras))}]" if extras else str(ROOT)
     limits = constraints(torch, venv)
     run([str(python), "-m", "pip", "install", "-c", str(limits), "-e", target], log, "pip install")
+    for extra in sorted(extras & WITHOUT_REQUIREMENTS.keys()):
+        alone = ["install", "-c", str(limits), "--no-deps", *WITHOUT_REQUIREMENTS[extra]]
+        run([str(python), "-m", "pip", *alone], log, "pip install")
     say("patching torchtitan")
     run([str(python), str(ROOT / "scripts" / "apply_patches.py")], log, "apply_patches.py")
     stamp.write_text(json.dumps({"fingerprint": wanted, "extras": sorted(extras)}))

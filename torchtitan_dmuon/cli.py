@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 
 import tyro
 
-from torchtitan_dmuon import doctor
+from torchtitan_dmuon import costs, doctor
 from torchtitan_dmuon.bench import lines as bench
 from torchtitan_dmuon.checkpoint import export
 from torchtitan_dmuon.config import toml_io
@@ -21,6 +21,7 @@ from torchtitan_dmuon.patching import PatchError
 
 COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]], None]]] = {
     "bench": (bench.Options, bench.run),
+    "costs": (costs.Options, costs.run),
     "doctor": (doctor.Options, doctor.run),
     "export": (export.ExportOptions, export.run_export),
     "import": (export.ImportOptions, export.run_import),

@@ -79,6 +79,14 @@ def test_normuon_is_its_paper_and_its_code(shape: tuple[int, int], authors: bool
     assert worst(found, expected) <= 1e-3
 
 
+def test_normuon_has_its_moments_in_float32() -> None:
+    """Whatever Newton-Schulz computes in (float16 on GPUs): its roundings are all there is."""
+    grads = [g.float() for g in gradients((12, 8))]
+    half, state = run(NorMuon(ns_dtype=torch.float16), grads)
+    assert {u.dtype for u in half} | {s.dtype for s in state.values()} == {torch.float32}
+    assert worst(half, run(NorMuon(), grads)[0]) <= 2**-7
+
+
 @each_shape
 @pytest.mark.parametrize("limit", [100, 9, 0], ids=lambda n: f"max{n}")
 def test_soap_is_algorithm_3(shape: tuple[int, int], limit: int) -> None:
@@ -133,6 +141,7 @@ def test_soap_by_itself(dtype: torch.dtype) -> None:
     [
         ((0.9, 0.99), "adam", 100),
         ((0.0, 1.0), "none", 100),
+        ((0.9, 1.0), "adam", 100),
         ((0.9, 0.99), "adam", 9),
         ((0.9, 0.99), "none", 9),
         ((0.9, 0.99), "adam", 0),
@@ -206,6 +215,25 @@ def test_huge_gradients_keep_their_direction() -> None:
     assert worst(huge[1:], plain[1:]) <= 5e-3
 
 
+def test_bases_of_soap_have_no_scale() -> None:
+    """Gradients of late training are small, their squares more so: the same bits for all that."""
+    grads = [g.float() for g in gradients((6, 10))]
+    rule = SOAP(precondition_frequency=3)
+    plain, small = run(rule, grads)[1], run(rule, [g * 2.0**-40 for g in grads])[1]
+    assert torch.equal(plain["left_basis"], small["left_basis"])
+    assert torch.equal(plain["right_basis"], small["right_basis"])
+
+
+def test_shampoo_keeps_its_norm_after_a_jump() -> None:
+    """Roots of tiny gradients make a huge one so large that its square is not finite."""
+    (g,) = gradients((6, 10), 1)
+    grads = [1e-16 * g.float()] * 3 + [1e12 * g.float()]
+    rule = Shampoo(precondition_frequency=3, eps=1e-30)
+    found, adam = (run(r, grads)[0][-1] for r in (rule, Shampoo(max_precond_dim=0)))
+    assert adam.norm() > 0.1
+    assert float(found.norm() / adam.norm()) == pytest.approx(1.0, rel=1e-4)
+
+
 @each_rule
 @each_shape
 def test_several_matrices_at_once_are_each_alone(
@@ -251,6 +279,21 @@ def test_state_is_what_was_announced_and_all_is_used(
         size = announced[key]
         assert value.shape == (shape if size == "elementwise" else size)
         assert value.dtype == torch.float32 and value.any(), key
+
+
+@pytest.mark.gpu
+@each_rule
+def test_a_gpu_computes_the_same(rule: MatrixOptimizer) -> None:
+    """Solvers of the device, in float32: the CPU's updates; and they stand odd gradients."""
+    grads = [g.float() for g in gradients((96, 96))]
+    device = torch.device("cuda")
+    state = new_state(rule, 96, 96, device=device)
+    found = [rule.update(g.to(device), state).cpu() for g in grads]
+    assert worst(found, run(rule, grads)[0]) <= 0.02
+    for odd in (0.0, 1e-20, 1e20):
+        state = new_state(rule, 64, 96, device=device)
+        for g in [odd * torch.ones(64, 96, device=device)] * 7:
+            assert rule.update(g, state).isfinite().all()
 
 
 @each_rule

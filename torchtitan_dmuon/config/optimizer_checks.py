@@ -187,11 +187,11 @@ def check_owner_cost(job: Job) -> None:
     cost = job.config.parallelism.owner_cost
     if job.config.parallelism.mode == "fsdp" or cost in ("measured", "model"):
         return
-    model = job.config.model
+    model, o = job.config.model, job.config.optimizer
     try:
         table = CostTable.load(cost)
         spec = get_model_spec(model.name, model.flavor, attn_backend="sdpa")
-        table.check(model_matrices(spec), rule_of(job.config.optimizer).name)
+        table.check(model_matrices(spec, per_head=o.per_head), rule_of(o).name)
     except (ValueError, OSError) as e:
         raise ConfigError(f"{job.at('parallelism.owner_cost')}: {e}") from e
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch.nn as nn
 from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVLinear
@@ -54,9 +55,9 @@ def attentions(model: nn.Module) -> list[Attention]:
     return found
 
 
-def _heads(projection: nn.Module, prefix: str) -> Iterator[list[Rows]]:
+def _heads(projection: Any, prefix: str) -> Iterator[list[Rows]]:
     """Yield for each key head its rows, and those of the query heads that share it."""
-    size = projection.head_dim
+    size: int = projection.head_dim
     if isinstance(projection, FusedQKVLinear):
         shared, block = projection.heads_per_kv, projection.r_dim * size
         for head in range(projection.wqkv.weight.shape[0] // block):

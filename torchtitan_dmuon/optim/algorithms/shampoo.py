@@ -47,9 +47,9 @@ class Shampoo(MatrixOptimizer):
         betas: Share of the old first moment; of the old L, R and second moment. 1 for the second:
             they are sums, as in Algorithm 1 and AdaGrad.
         eps: Added to the eigenvalues of L and R.
-        grafting: "adam", or "none" for L^-1/4 M R^-1/4 as it is. Then roots are renewed in each of the
-            first `precondition_frequency` steps: those of few gradients blow up what is new in the
-            next, and there is no norm to bring that back to.
+        grafting: "adam", or "none" for L^-1/4 M R^-1/4 as it is. Then roots are renewed in each of
+            the first `precondition_frequency` steps: those of few gradients blow up what is new in
+            the next, and there is no norm to bring that back to.
         grafting_eps: Added to the root of Adam's second moment.
         precondition_frequency: Steps from one computation of roots to the next.
         max_precond_dim: Longest side that gets a root. What state is kept is decided by this and
@@ -115,16 +115,20 @@ class Shampoo(MatrixOptimizer):
         if step % self.precondition_frequency == 0 or (early and not grafted):
             _renew_roots(state, unbias, self.eps)
         momentum = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**step)
+        adam = self._adam(gradient, momentum, state["exp_avg_sq"], unbias) if grafted else None
         left, right = state.get("left_root"), state.get("right_root")
-        direction = sandwich(left, momentum, right)
-        if not grafted:
-            return direction
-        squares = state["exp_avg_sq"]
-        squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2 if beta2 < 1 else 1.0)
-        adam = momentum / squares.div(unbias).sqrt_().add_(self.grafting_eps)
-        if early or (left is None and right is None):
+        if adam is not None and (early or (left is None and right is None)):
             return adam
-        return _with_norm_of(direction, adam)
+        direction = sandwich(left, momentum, right)
+        return direction if adam is None else _with_norm_of(direction, adam)
+
+    def _adam(
+        self, gradient: torch.Tensor, momentum: torch.Tensor, squares: torch.Tensor, unbias: float
+    ) -> torch.Tensor:
+        """Advance the second moment; return Adam's update."""
+        beta2 = self.betas[1]
+        squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2 if beta2 < 1 else 1.0)
+        return momentum / squares.div(unbias).sqrt_().add_(self.grafting_eps)
 
     def flops(self, rows: int, columns: int) -> float:
         total = 20.0 * rows * columns

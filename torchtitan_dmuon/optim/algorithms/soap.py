@@ -121,7 +121,7 @@ class SOAP(MatrixOptimizer):
         beta1, beta2 = self.betas
         projected = _project(gradient, state)
         state["exp_avg"].lerp_(projected, 1 - beta1)
-        state["exp_avg_sq"].lerp_(projected.square_(), 1 - beta2)
+        state["exp_avg_sq"].lerp_(projected.square(), 1 - beta2)
         scale = math.sqrt(1 - beta2**step) / (1 - beta1**step)
         adam = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(self.eps)
         return _project_back(adam.mul_(scale), state)

@@ -50,7 +50,8 @@ def product(
         out: Where to write, any strides; a new tensor if None.
     """
     if c is None and alpha == 1:
-        return torch.matmul(a, b, out=out)
+        multiply = torch.mm if a.ndim == 2 else torch.bmm
+        return multiply(a, b, out=out)
     multiply_add = torch.addmm if a.ndim == 2 else torch.baddbmm
     if c is None:
         # With beta = 0 the addend is not read; a scaled copy of a @ b would be rounded twice.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import Counter
@@ -84,7 +83,7 @@ class Selector:
         """Return the backend for a problem, measuring it if no process has yet.
 
         Raises:
-            RuntimeError: it would have to be measured while a CUDA graph is being captured.
+            RuntimeError: there is something to choose while a CUDA graph is being captured.
         """
         measurable = device.type in ("cpu", "cuda") and problem.n and 0 not in problem.shape
         if problem.m < MIN_SYMMETRIC_SIZE or not measurable:
@@ -97,16 +96,17 @@ class Selector:
         }
         if len(candidates) == 1:
             return self._plain
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Not even if the file knows the answer: kernels compile at their first call.
+            raise RuntimeError(
+                f"symmetric_matmul: {problem.key} appears for the first time while a CUDA graph is "
+                "captured, where it can not be measured; call it once before"
+            )
         with self._lock:
             known = self._measured.get(device, {}).get(problem.key)
             known = known or self.store(device).choices().get(problem.key)
             if known is not None and known.backend in candidates:
                 return candidates[known.backend]
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"symmetric_matmul: {problem.key} appears for the first time while a CUDA "
-                    "graph is captured, where it can not be measured; call it once before"
-                )
             return candidates[self._decide(problem, device, candidates).backend]
 
     def _decide(
@@ -126,7 +126,10 @@ class Selector:
             return choice
         kept = self.store(device).add(problem.key, choice, candidates.__contains__)
         self._measured.setdefault(device, {})[problem.key] = kept
-        _report(problem, kept, self._plain.name)
+        logger.info(
+            f"{problem.key}: {kept.backend}, {kept.seconds[kept.backend] * 1000:.3g} ms; all: "
+            + ", ".join(f"{name} {t * 1000:.3g} ms" for name, t in kept.seconds.items())
+        )
         return kept
 
 
@@ -146,93 +149,96 @@ def measure(
     """
     plain = candidates[0]
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        operands = Operands(problem, device)
-        reference = Reference(operands)
-
-        def call(backend: Backend) -> torch.Tensor:
-            return backend(operands.a, operands.b, operands.c, ALPHA, BETA)
-
-        def whole(backend: Backend) -> Callable[[], float]:
-            return watch(lambda: call(backend), device)
-
+        contest = _Contest(problem, device, watch)
         # On a CPU without units for 16-bit numbers the plain product can take minutes.
         estimate = None
         if device.type == "cpu" and problem.dtype in HALF and problem.m > TRIAL_ROWS:
-            estimate, error = _trial(problem, operands, reference, plain, watch)
+            estimate = contest.try_rows(plain)
         else:
-            error = reference.error(call(plain))
-        limit = error_limit(error, problem.dtype)
-
-        dropped: dict[str, str] = {}
-        entrants: dict[str, Callable[[], float]] = {}
-
-        def admit(backend: Backend) -> None:
-            try:
-                reason = _fault(reference, operands, call(backend), limit)
-                if reason is None:
-                    entrants[backend.name] = whole(backend)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as e:  # Whatever a kernel raises, training goes on without it.
-                reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
-            if reason is not None:
-                dropped[backend.name] = reason
-
+            contest.run_reference(plain)
         for backend in candidates[1:]:
             if not backend.made_of_plain:
-                admit(backend)
-        seconds = {}
-        if estimate is not None and entrants:
-            first = min(once() for once in entrants.values())
-            if estimate > SLOW_FACTOR * first:
-                seconds[plain.name] = estimate
-        if not seconds:
-            entrants[plain.name] = whole(plain)
-            for backend in candidates[1:]:
-                if backend.made_of_plain:
-                    admit(backend)
-        seconds |= race(entrants)
-    best = min(seconds, key=lambda name: seconds[name])
-    if seconds[best] * MARGIN > seconds[plain.name]:
-        best = plain.name
-    return Choice(best, seconds, dropped)
+                contest.admit(backend)
+        slow = [backend for backend in candidates if backend.made_of_plain]
+        if estimate is not None and contest.entrants:
+            best = min(once() for once in contest.entrants.values())
+            if estimate > SLOW_FACTOR * best:
+                reason = (
+                    f"not run whole: the plain product takes about {estimate:.2g} s, going by its "
+                    f"first {TRIAL_ROWS} rows"
+                )
+                contest.dropped |= {backend.name: reason for backend in slow}
+                slow = []
+        for backend in slow:
+            if backend is plain:
+                contest.enter(plain)
+            else:
+                contest.admit(backend)
+        seconds = race(contest.entrants)
+    winner = min(seconds, key=lambda name: seconds[name])
+    if seconds[winner] * MARGIN > seconds.get(plain.name, math.inf):
+        winner = plain.name
+    return Choice(winner, seconds, contest.dropped)
 
 
-def _trial(
-    problem: Problem,
-    operands: Operands,
-    reference: Reference,
-    plain: Backend,
-    watch: Stopwatch,
-) -> tuple[float, float]:
-    """Return the plain product's estimated seconds and its error, from its first rows."""
-    a, b, c = operands.rows(TRIAL_ROWS)
-    once = watch(lambda: plain(a, b, c, ALPHA, BETA), a.device)
-    error = reference.error(plain(a, b, c, ALPHA, BETA))
-    return once() * problem.shape[0] * problem.m / TRIAL_ROWS, error
+class _Contest:
+    """Who may race, and who was dropped why, on the operands of one problem."""
 
+    def __init__(self, problem: Problem, device: torch.device, watch: Stopwatch) -> None:
+        self._problem = problem
+        self._device = device
+        self._watch = watch
+        self._operands = Operands(problem, device)
+        self._reference = Reference(self._operands)
+        self._limit = 0.0
+        self.entrants: dict[str, Callable[[], float]] = {}
+        self.dropped: dict[str, str] = {}
 
-def _fault(
-    reference: Reference, operands: Operands, result: torch.Tensor, limit: float
-) -> str | None:
-    """Return what is wrong with a candidate's result, or None."""
-    a = operands.a
-    shape = (*a.shape[:-1], operands.b.size(-1))
-    if tuple(result.shape) != shape or result.dtype != a.dtype:
-        return f"returns {tuple(result.shape)} {result.dtype} where {shape} {a.dtype} is expected"
-    error = reference.error(result)
-    if not error <= limit:
-        what = "not finite" if math.isinf(error) else f"{error:.1e}"
-        return f"error of a row {what}, allowed {limit:.1e}"
-    return None
+    def _call(self, backend: Backend) -> torch.Tensor:
+        operands = self._operands
+        return backend(operands.a, operands.b, operands.c, ALPHA, BETA)
 
+    def run_reference(self, plain: Backend) -> None:
+        """Take the error of the plain product as the measure of others."""
+        error = self._reference.error(self._call(plain))
+        self._limit = error_limit(error, self._problem.dtype)
 
-def _report(problem: Problem, choice: Choice, plain: str) -> None:
-    for name, reason in choice.dropped.items():
-        logger.warning(f"symmetric_matmul: {name} is not used for {problem.key}: {reason}")
-    if logger.isEnabledFor(logging.INFO):
-        ratio = choice.seconds[plain] / choice.seconds[choice.backend]
-        logger.info(
-            f"{problem.key}: {choice.backend}, "
-            f"{choice.seconds[choice.backend] * 1000:.3g} ms, {ratio:.2f}x the speed of plain"
+    def try_rows(self, plain: Backend) -> float:
+        """Do the same with its first rows, and return the seconds that all of them would take."""
+        a, b, c = self._operands.rows(TRIAL_ROWS)
+        error = self._reference.error(plain(a, b, c, ALPHA, BETA))
+        self._limit = error_limit(error, self._problem.dtype)
+        seconds = self._watch(lambda: plain(a, b, c, ALPHA, BETA), self._device)()
+        return seconds * self._problem.shape[0] * self._problem.m / TRIAL_ROWS
+
+    def enter(self, backend: Backend) -> None:
+        self.entrants[backend.name] = self._watch(lambda: self._call(backend), self._device)
+
+    def admit(self, backend: Backend) -> None:
+        """Enter a backend whose result is right; drop any other, whatever it raises."""
+        try:
+            reason = self._fault(self._call(backend))
+            if reason is None:
+                self.enter(backend)
+                return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # Training goes on without it.
+            reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        self.dropped[backend.name] = reason
+        logger.warning(
+            f"symmetric_matmul: {backend.name} is not used for {self._problem.key}: {reason}"
         )
+
+    def _fault(self, result: torch.Tensor) -> str | None:
+        """Return what is wrong with a result, or None."""
+        a, b = self._operands.a, self._operands.b
+        shape = (*a.shape[:-1], b.size(-1))
+        if tuple(result.shape) != shape or result.dtype != a.dtype:
+            got = f"{tuple(result.shape)} {result.dtype}"
+            return f"returns {got} where {shape} {a.dtype} is expected"
+        error = self._reference.error(result)
+        if error <= self._limit:
+            return None
+        what = "not finite" if math.isinf(error) else f"{error:.1e}"
+        return f"error of a row {what}, allowed {self._limit:.1e}"

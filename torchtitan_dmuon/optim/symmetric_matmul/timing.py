@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 9
-BUDGET_SECONDS = 0.5
-"""A race of this length ends after `MIN_ROUNDS`; one of ten times this after any."""
+MIN_ROUNDS, MAX_ROUNDS = 5, 20
+BUDGET_SECONDS = 1.0
+"""A race of this length ends after `MIN_ROUNDS`; one of five times this after any."""
 
 DROP_FACTOR = 2.0
-"""Who needed this multiple of the best time in each of two rounds runs no more."""
+"""Who needed this multiple of the best time in each of three rounds runs no more."""
 
 _LAUNCHES = 4  # Per graph: enough that the resolution of CUDA events, half a microsecond, is small.
 
@@ -60,9 +59,10 @@ def stopwatch(call: Call, device: torch.device) -> Callable[[], float]:
 
 
 def race(entrants: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Run all in turns, starting with another one each round, and return median seconds by name.
+    """Run all in turns, starting with another one each round, and return seconds by name.
 
-    Turns spread a disturbance of the machine over all of them.
+    A time is the least of an entrant's: other work on the machine only ever adds. Turns spread such
+    work over all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in entrants}
     running = list(entrants)
@@ -73,10 +73,10 @@ def race(entrants: Mapping[str, Callable[[], float]]) -> dict[str, float]:
             seconds = entrants[name]()
             times[name].append(seconds)
             spent += seconds
-        if number >= 1:
+        if number >= 2:
             best = min(min(t) for t in times.values())
             running = [name for name in running if min(times[name]) <= DROP_FACTOR * best]
-        long = BUDGET_SECONDS if number + 1 >= MIN_ROUNDS else 10 * BUDGET_SECONDS
+        long = BUDGET_SECONDS if number + 1 >= MIN_ROUNDS else 5 * BUDGET_SECONDS
         if spent > long or len(running) == 1:
             break
-    return {name: statistics.median(t) for name, t in times.items()}
+    return {name: min(t) for name, t in times.items()}
