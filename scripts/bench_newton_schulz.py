@@ -30,6 +30,7 @@ from torchtitan_dmuon.optim.newton_schulz import QUINTIC, flops, uses_gram
 from torchtitan_dmuon.optim.replay import orthogonalize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TURN_SECONDS = 0.05
 Candidate = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -105,19 +106,21 @@ def candidates(dtype: torch.dtype) -> dict[str, Candidate]:
     }
 
 
-def seconds(run: Candidate, matrix: torch.Tensor) -> float:
-    """Time one call; on a GPU until the device is done."""
+def seconds(run: Candidate, matrix: torch.Tensor, calls: int = 1) -> float:
+    """Time a call, on average over some; on a GPU until the device is done."""
     if matrix.is_cuda:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        run(matrix)
+        for _ in range(calls):
+            run(matrix)
         end.record()
         torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3 / calls
     begin = time.perf_counter()
-    run(matrix)
-    return time.perf_counter() - begin
+    for _ in range(calls):
+        run(matrix)
+    return (time.perf_counter() - begin) / calls
 
 
 def contest(
@@ -129,9 +132,11 @@ def contest(
             run(matrix)
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
+    # Short calls are timed many at once: a clock's or scheduler's hiccup is longer than they are.
+    calls = max(1, round(TURN_SECONDS / max(seconds(run, matrix) for run in runs.values())))
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            times[name].append(seconds(runs[name], matrix))
+            times[name].append(seconds(runs[name], matrix, calls))
     return times
 
 

@@ -128,7 +128,8 @@ def _run(tasks: list[Task]) -> dict[str, list[Done]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("layouts")
-    pairs = [*SAME_RULE, *OTHER_ALGORITHM, *OTHER_RULE, *((layout, layout) for layout, _ in SAME_LAYOUT)]
+    again = [(layout, layout) for layout, _ in SAME_LAYOUT]
+    pairs = [*SAME_RULE, *OTHER_ALGORITHM, *OTHER_RULE, *again]
     sources = {layout: "disabled" for layout, _ in pairs} | dict(SAME_LAYOUT)
     first = [
         Task(layout, str(root / layout.name), async_mode=mode) for layout, mode in sources.items()

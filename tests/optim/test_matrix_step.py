@@ -147,7 +147,7 @@ def test_a_rule_sees_whole_matrices_and_its_own_state(world: tuple[int, int]) ->
     assert len(held) == len(set(held)), "state of one matrix is on several ranks"
     merged = {k: v for result in results for k, v in result["state"].items()}
     for (name, i), state in states.items():
-        several = 1 < len(blocks(name, dict(model.named_parameters())[name].detach()))
+        several = len(blocks(name, dict(model.named_parameters())[name].detach())) > 1
         for key in ("per_row", "square", "step"):
             full = f"{name}/probe_{key}" + (f".{i}" if several else "")
             found = torch.tensor(merged[full])
@@ -205,7 +205,7 @@ def works(shapes: Sequence[tuple[int, int]], rule: MatrixOptimizer) -> list[Matr
 
 
 def test_small_matrices_of_one_shape_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By shape and options, never beyond the bound on memory, large ones alone; each as if alone."""
+    """By shape and options, within the bound on memory, large ones alone; each as if alone."""
     monkeypatch.setattr(matrix_step, "BATCH_MATRIX_NUMEL", 200)
     monkeypatch.setattr(matrix_step, "BATCH_NUMEL", 3 * 6 * 9)
     rule, other = MuonRule(), MuonRule(momentum=0.5)

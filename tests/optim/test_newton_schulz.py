@@ -1,4 +1,4 @@
-"""Newton-Schulz against the exact polar factor, the textbook, torch.optim.Muon and its reference."""
+"""Newton-Schulz against the exact polar factor, torch.optim.Muon and the public reference."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.runtime.reference import newton_schulz as textbook
 from torchtitan_dmuon.optim.newton_schulz import (
     BAND,
     BAND_FLOOR,
+    GRAM_MARGIN,
     POLAR_EXPRESS,
     QUINTIC,
     default_dtype,
@@ -208,7 +209,7 @@ def test_zero_gives_zero(shape: tuple[int, int], dtype: torch.dtype, method: Any
     assert torch.equal(result, torch.zeros(shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("scale", [1e-34, 1e-30, 1e-4, 1e10, 1e30, 1e38])
+@pytest.mark.parametrize("scale", [1e-34, 1e-30, 1e-4, 1e10, 1e30, 1e35])
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @each_method
 def test_the_scale_of_a_gradient_does_not_matter(
@@ -301,8 +302,9 @@ def test_auto_takes_the_method_with_fewer_operations() -> None:
     assert not uses_gram(1536, 1536) and not uses_gram(64, 64)
     for shape in [(64, 72), (64, 96), (64, 128), (1024, 1100), (5120, 27648)]:
         kinds = {k: flops(*shape, method=k) for k in ("gram", "standard")}
-        assert uses_gram(*shape) == (kinds["gram"] < kinds["standard"])
-        assert flops(*shape) == min(kinds.values())
+        better = GRAM_MARGIN * kinds["gram"] < kinds["standard"]
+        assert uses_gram(*shape) == better
+        assert flops(*shape) == kinds["gram" if better else "standard"]
     # By hand, halving symmetric products: two Gram matrices, 14 squares; two whole products.
     m, n = 1024, 4096
     assert flops(m, n, method="gram") == 2 * m * m * n + 14 * m**3 + 4 * m * m * n

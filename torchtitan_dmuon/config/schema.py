@@ -112,8 +112,8 @@ class Optimizer:
     name: Literal["AdamW", "Adam", "DMuon", "Muon"] = "AdamW"
     """
     AdamW and Adam update every parameter that no entry of param_groups claims. DMuon: a matrix
-    optimizer on owned matrices (modes owner and gather), AdamW for all else. Muon: torch.optim.Muon on the matrices
-    inside the layers, AdamW for all else (mode fsdp; for comparison).
+    optimizer on owned matrices (modes owner and gather), AdamW for all else. Muon: torch.optim.Muon
+    on the matrices inside the layers, AdamW for all else (mode fsdp; for comparison).
     """
 
     algorithm: str = "muon"
@@ -198,8 +198,8 @@ class Optimizer:
 
     per_head: bool = False
     """
-    DMuon: whether each attention head's rows of Q, K and V are a matrix of their own, orthogonalized
-    by themselves.
+    DMuon: whether each attention head's rows of Q, K and V are a matrix of their own, with their
+    own owner and update.
     """
 
     qk_clip: float = 0.0

@@ -22,5 +22,6 @@ def model_matrices(spec: ModelSpec, *, per_head: bool = False) -> list[Matrix]:
         model: Any = spec.model.build()
     blocks = set(model.layers.values())
     layers = find_layers(model, lambda name, module: module in blocks)
-    selected = select(model, layers, None, head_specs(model) if per_head else fused_qkv_specs(model))
+    specs = head_specs(model) if per_head else fused_qkv_specs(model)
+    selected = select(model, layers, None, specs)
     return [m for layer in selected for p in layer.parameters for m in p.matrices]

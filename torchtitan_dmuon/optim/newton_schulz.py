@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from torchtitan_dmuon.optim.symmetric_matmul import (
+    HALF,
     MIN_SYMMETRIC_SIZE,
     matmul,
+    product,
     symmetric_matmul,
 )
 
@@ -39,6 +43,9 @@ POLAR_EXPRESS: tuple[Triple, ...] = _with_margin(
 """Polar Express for five steps (Amsel et al., arXiv:2505.16932), with the margin of 1.05 of Gram
 Newton-Schulz's reference (Zhang et al., 2026).
 """
+
+GRAM_MARGIN = 1.15
+"""By what factor gram must need fewer operations: it has more, and smaller, products."""
 
 BAND = (0.846, 1.124)
 """Where it takes singular values from `BAND_FLOOR` to 1."""
@@ -92,6 +99,13 @@ def per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return tuple(rows[min(i, len(rows) - 1)] for i in range(steps))
 
 
+_per_step = cache(per_step)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
 def newton_schulz(
     matrix: torch.Tensor,
     *,
@@ -117,8 +131,8 @@ def newton_schulz(
         steps: Iterations, at least 1.
         coefficients: (a, b, c) of all steps, a list with those of each, or "polar_express" (the
             default) or "quintic" (torch's).
-        eps: Smallest divisor. With the default the scale of the input does not matter, whatever
-            float32 can hold; with torch's 1e-7 matrices of a norm below that give less.
+        eps: Smallest divisor. With the default the scale of the input does not matter for norms
+            from 1e-37 to 1e38; with torch's 1e-7 matrices of a smaller norm give less.
         dtype: What the iteration computes in. The norm is float32's or better, products add up
             in float32 or better.
         method: "auto", "gram" or "standard".
@@ -126,75 +140,94 @@ def newton_schulz(
 
     Returns:
         The shape of `matrix`, in `dtype`. Zero for a zero matrix, and for one with an infinity or
-        NaN, which the caller is to find.
+        NaN (or a norm beyond float32), which the caller is to find.
     """
     if not matrix.numel():
         return matrix.to(dtype)
-    table = per_step(coefficients, steps)
+    table = _per_step(_hashable(coefficients), steps)
     rows, columns = matrix.shape[-2:]
     x = _normalized(matrix, eps).to(dtype)
     if matrix.ndim > 3:
         x = x.flatten(0, -3)
     wide = x.mT if rows > columns else x
+    few = wide.size(-2) < MIN_SYMMETRIC_SIZE and dtype not in HALF
+    products = _PLAIN if few else _CHOSEN
     if uses_gram(rows, columns, method, steps=steps):
         starts = default_restarts(dtype) if restarts is None else restarts
-        wide = _gram(wide, table, frozenset(starts))
+        wide = _gram(wide, table, frozenset(starts), products)
     else:
-        wide = _standard(wide, table)
+        wide = _standard(wide, table, products)
     return (wide.mT if rows > columns else wide).reshape(matrix.shape)
 
 
 def _normalized(matrix: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by max(norm, eps); the norm is at least the largest singular value."""
     x = matrix if matrix.dtype == torch.float64 else matrix.float()
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    # The square of an entry may leave the range of its dtype: first bring the largest to one.
-    unit = largest.clamp(min=torch.finfo(x.dtype).tiny)
-    x = x / unit
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x.div_(torch.maximum(norm, eps / unit))
-    # No branch, which would make a GPU wait.
-    return torch.where(largest.isfinite(), x, torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-def _standard(x: torch.Tensor, table: Sequence[Triple]) -> torch.Tensor:
-    for a, b, c in table:
-        gram = symmetric_matmul(x, x.mT)
-        x = matmul(symmetric_matmul(gram, gram, gram, alpha=c, beta=b), x, x, beta=a)
+    # In float64 no square of a float32 leaves the range.
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    norm = norm.to(x.dtype)
+    x = x / norm.clamp(min=eps)
+    # A GPU would wait for a branch; on a CPU it is quicker than one more pass over the matrix.
+    if norm.is_cuda or not math.isfinite(norm.sum().item()):
+        x.masked_fill_((norm < math.inf).logical_not_(), 0)  # a NaN is not below anything
     return x
 
 
-def _gram(x: torch.Tensor, table: Sequence[Triple], restarts: frozenset[int]) -> torch.Tensor:
-    """Iterate on R = X X^T. Invariant: after the steps since the last restart, X_now = Q x.
+class _Products(NamedTuple):
+    """How products of symmetric results and of others are computed: (a, b, c, alpha, beta)."""
+
+    symmetric: Callable[..., torch.Tensor]
+    general: Callable[..., torch.Tensor]
+
+
+_CHOSEN = _Products(symmetric_matmul, matmul)
+# Where there is nothing to choose, asking would take longer than a small product.
+_PLAIN = _Products(product, product)
+
+
+def _standard(x: torch.Tensor, table: Sequence[Triple], products: _Products) -> torch.Tensor:
+    for a, b, c in table:
+        gram = products.symmetric(x, x.mT)
+        polynomial = products.symmetric(gram, gram, gram, alpha=c, beta=b)
+        x = products.general(polynomial, x, x, beta=a)
+    return x
+
+
+def _gram(
+    x: torch.Tensor, table: Sequence[Triple], restarts: frozenset[int], products: _Products
+) -> torch.Tensor:
+    """Iterate on R = X X^T. Invariant: after the steps since the last restart, X_now = factor x.
 
     All that is multiplied here are polynomials of one R: they commute and are symmetric, so that
     symmetric products may be used (C.3).
     """
-    gram, product = symmetric_matmul(x, x.mT), None
+    symmetric, general = products
+    gram, factor = symmetric(x, x.mT), None
     for i, (a, b, c) in enumerate(table):
-        if i in restarts and product is not None:
-            x = matmul(product, x)
-            gram, product = symmetric_matmul(x, x.mT), None
+        if i in restarts and factor is not None:
+            x = general(factor, x)
+            gram, factor = symmetric(x, x.mT), None
         # X_next = (a + z) X, hence R_next = (a + z) R (a + z).
-        z = symmetric_matmul(gram, gram, gram, alpha=c, beta=b)
-        if product is None:
-            product = z.clone()
-            product.diagonal(dim1=-2, dim2=-1).add_(a)
+        z = symmetric(gram, gram, gram, alpha=c, beta=b)
+        if factor is None:
+            factor = z.clone()
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            product = symmetric_matmul(product, z, product, beta=a)
+            factor = symmetric(factor, z, factor, beta=a)
         if i + 1 < len(table) and i + 1 not in restarts:
-            half = symmetric_matmul(gram, z, gram, beta=a)
-            gram = symmetric_matmul(z, half, half, beta=a)
-    assert product is not None  # there is at least one step
-    return matmul(product, x)
+            half = symmetric(gram, z, gram, beta=a)
+            gram = symmetric(z, half, half, beta=a)
+    assert factor is not None  # there is at least one step
+    return general(factor, x)
 
 
+@cache
 def uses_gram(rows: int, columns: int, method: Method = "auto", *, steps: int = 5) -> bool:
     """Return whether a matrix of this shape is iterated on by its Gram matrix."""
     if method != "auto":
         return method == "gram"
     one = flops(rows, columns, method="gram", steps=steps)
-    return one < flops(rows, columns, method="standard", steps=steps)
+    return GRAM_MARGIN * one < flops(rows, columns, method="standard", steps=steps)
 
 
 def flops(
@@ -211,8 +244,7 @@ def flops(
     """
     m, n = sorted((rows, columns))
     if method == "auto":
-        kinds: tuple[Method, Method] = ("gram", "standard")
-        return min(flops(m, n, method=k, steps=steps, restarts=restarts) for k in kinds)
+        method = "gram" if uses_gram(m, n, steps=steps) else "standard"
     share = 2 if m >= MIN_SYMMETRIC_SIZE else 1
     square, gram, whole = 2 * m**3 // share, 2 * m * m * n // share, 2 * m * m * n
     if method == "standard":

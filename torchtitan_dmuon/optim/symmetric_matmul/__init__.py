@@ -11,22 +11,24 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_dmuon.optim.symmetric_matmul.backend import Backend, Problem
+from torchtitan_dmuon.optim.symmetric_matmul.backend import HALF, Backend, Problem
 from torchtitan_dmuon.optim.symmetric_matmul.cute import CuteSm80
 from torchtitan_dmuon.optim.symmetric_matmul.panels import Panels
-from torchtitan_dmuon.optim.symmetric_matmul.plain import Plain
+from torchtitan_dmuon.optim.symmetric_matmul.plain import Plain, product
 from torchtitan_dmuon.optim.symmetric_matmul.quack import Quack
 from torchtitan_dmuon.optim.symmetric_matmul.selection import MIN_SYMMETRIC_SIZE, Selector
 from torchtitan_dmuon.optim.symmetric_matmul.store import Choice
 from torchtitan_dmuon.optim.symmetric_matmul.through_float32 import ThroughFloat32
 
 __all__ = [
+    "HALF",
     "MIN_SYMMETRIC_SIZE",
     "Choice",
     "backends",
     "calls",
     "configure",
     "matmul",
+    "product",
     "selector",
     "symmetric_matmul",
 ]
