@@ -106,12 +106,15 @@ def _check_algorithm(job: Job) -> None:
     try:
         find(o.algorithm)
     except ValueError as e:
-        raise ConfigError(f"{job.at('optimizer.algorithm')}: {e}") from e
+        text = str(e).removeprefix("algorithm: ")
+        raise ConfigError(f"{job.at('optimizer.algorithm')}: {text}") from e
     try:
         rule_of(o)
     except ValueError as e:
-        # Keys of the section itself were checked before.
-        raise ConfigError(f"{job.at(options if o.algorithm_options else 'optimizer')}: {e}") from e
+        key, _, text = str(e).partition(": ")
+        if key in o.algorithm_options or not hasattr(o, key):
+            raise ConfigError(f"{job.at(options)}: {e}") from e
+        raise ConfigError(f"{job.at(f'optimizer.{key}')}: {text}") from e
     if p.mode == "gather" and o.algorithm != "muon":
         raise ConfigError(
             f'{job.at("optimizer.algorithm")}: mode gather, the baseline, knows "muon" only, '

@@ -144,7 +144,7 @@ def newton_schulz(
     """
     if not matrix.numel():
         return matrix.to(dtype)
-    table = _per_step(_hashable(coefficients), steps)
+    table: tuple[Triple, ...] = _per_step(_hashable(coefficients), steps)
     rows, columns = matrix.shape[-2:]
     x = _normalized(matrix, eps).to(dtype)
     if matrix.ndim > 3:
@@ -162,7 +162,7 @@ def newton_schulz(
 
 def _normalized(matrix: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by max(norm, eps); the norm is at least the largest singular value."""
-    x = matrix if matrix.dtype == torch.float64 else matrix.float()
+    x: torch.Tensor = matrix if matrix.dtype == torch.float64 else matrix.float()
     # In float64 no square of a float32 leaves the range.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     norm = norm.to(x.dtype)
