@@ -49,7 +49,7 @@ LEVELS = [
     },
     {"runtime.backward"},
     {"runtime.runtime"},
-    {"runtime.select", "runtime.gradients"},
+    {"runtime.select", "runtime.gradients", "optim.routing"},
     {"runtime.dedicate"},
     {"runtime.api", "runtime.replicas", "optim.owner_optimizer"},
     {"optim.muon"},

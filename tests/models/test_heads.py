@@ -88,9 +88,7 @@ def test_clipped_heads_give_the_threshold_again(name: str, flavor: str) -> None:
 
 
 def test_models_that_normalise_queries_and_keys_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"qk_clip: layers\.0\.attention normalises queries"
-    ):
+    with pytest.raises(ValueError, match=r"qk_clip: layers\.0\.attention normalises queries"):
         attentions(build("qwen3", "debugmodel", "meta"))
     with pytest.raises(ValueError, match="qk_clip: Linear has no attention that it knows"):
         attentions(torch.nn.Linear(2, 2))

@@ -64,8 +64,9 @@ class MatrixWork:
         target = self.matrix.view(self.weight, start=self.start)
         target.mul_(1 - float(self.rule.lr) * self.rule.weight_decay)
         self.finite = torch.isfinite(update.sum(dtype=torch.float32))
-        # No branch: a GPU would wait for the answer.
-        update = torch.where(self.finite, update, torch.zeros_like(update))
+        # A GPU would wait for a branch; on a CPU it is quicker than one more pass over the matrix.
+        if self.finite.is_cuda or not self.finite:
+            update = update.masked_fill(self.finite.logical_not(), 0)
         rate = self.rule.adjusted_lr(*self.matrix.shape)
         target.add_(update.reshape(target.shape).to(target.dtype), alpha=-rate)
         self.done = True

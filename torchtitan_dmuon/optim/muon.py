@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
 from torchtitan_dmuon.optim.algorithms.muon import AdjustLr, MuonRule
-from torchtitan_dmuon.optim.newton_schulz import Coefficients
+from torchtitan_dmuon.optim.newton_schulz import Coefficients, Method
 from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
+from torchtitan_dmuon.optim.qk_clip import QKClip
 
 
 class Muon(OwnerOptimizer):
@@ -24,9 +26,9 @@ class Muon(OwnerOptimizer):
         ns_coefficients: "polar_express" (five steps with their own coefficients), "quintic" or
             (3.4445, -4.7750, 2.0315) as in `torch.optim.Muon`, or one triple for each step.
         ns_dtype: What Newton-Schulz computes in. None: float16 on GPUs, float32 on CPUs.
-        others: `ns_method`, `ns_restarts`, and what `OwnerOptimizer` takes: `adamw_lr`,
-            `adamw_betas`, `adamw_eps`, `adamw_weight_decay`, `publish`, `nonfinite`,
-            `param_groups`.
+        ns_method, ns_restarts: How; see `newton_schulz`.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay, publish, nonfinite, qk_clip,
+            param_groups: As in `OwnerOptimizer`.
 
     Raises:
         ValueError: as `OwnerOptimizer`.
@@ -45,7 +47,16 @@ class Muon(OwnerOptimizer):
         adjust_lr_fn: AdjustLr | None = None,
         *,
         ns_dtype: torch.dtype | None = None,
-        **others: Any,
+        ns_method: Method = "auto",
+        ns_restarts: tuple[int, ...] | None = None,
+        adamw_lr: float = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        publish: Literal["async", "sync"] = "async",
+        nonfinite: Literal["skip", "error"] = "skip",
+        qk_clip: QKClip | None = None,
+        param_groups: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -59,5 +70,14 @@ class Muon(OwnerOptimizer):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
             ns_dtype=ns_dtype,
-            **others,
+            ns_method=ns_method,
+            ns_restarts=ns_restarts,
+            adamw_lr=adamw_lr,
+            adamw_betas=adamw_betas,
+            adamw_eps=adamw_eps,
+            adamw_weight_decay=adamw_weight_decay,
+            publish=publish,
+            nonfinite=nonfinite,
+            qk_clip=qk_clip,
+            param_groups=param_groups,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -139,7 +138,7 @@ def newton_schulz(
         restarts: For gram; None: `default_restarts(dtype)`. Steps from 1; others never come.
 
     Returns:
-        The shape of `matrix`, in `dtype`. Zero for a zero matrix, and for one with an infinity or
+        The shape of `matrix`, in `dtype`. Zero for a zero matrix. NaN for one with an infinity or
         NaN (or a norm beyond float32), which the caller is to find.
     """
     if not matrix.numel():
@@ -162,15 +161,13 @@ def newton_schulz(
 
 def _normalized(matrix: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by max(norm, eps); the norm is at least the largest singular value."""
-    x: torch.Tensor = matrix if matrix.dtype == torch.float64 else matrix.float()
+    x = matrix if matrix.dtype == torch.float64 else matrix.float()
     # In float64 no square of a float32 leaves the range.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     norm = norm.to(x.dtype)
-    x = x / norm.clamp(min=eps)
-    # A GPU would wait for a branch; on a CPU it is quicker than one more pass over the matrix.
-    if norm.is_cuda or not math.isfinite(norm.sum().item()):
-        x.masked_fill_((norm < math.inf).logical_not_(), 0)  # a NaN is not below anything
-    return x
+    # The second term is zero, or NaN if the norm is not finite: then so is all of the result.
+    result: torch.Tensor = x / (norm.clamp(min=eps) + 0 * norm)
+    return result
 
 
 class _Products(NamedTuple):

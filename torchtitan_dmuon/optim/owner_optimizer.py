@@ -27,13 +27,14 @@ from torchtitan_dmuon.optim.options import (
     listed,
 )
 from torchtitan_dmuon.optim.qk_clip import QKClip
-from torchtitan_dmuon.optim.report import PhaseClock, RouteRow, RoutingReport, StepReport
+from torchtitan_dmuon.optim.report import PhaseClock, RoutingReport, StepReport
+from torchtitan_dmuon.optim.routing import routing_report
 from torchtitan_dmuon.optim.saved import SavedState
 from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
 from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
 from torchtitan_dmuon.runtime.group import Group, OwnedParameter
 from torchtitan_dmuon.runtime.layout import Segment
-from torchtitan_dmuon.runtime.runtime import Runtime, canonical_name
+from torchtitan_dmuon.runtime.runtime import Runtime
 from torchtitan_dmuon.runtime.site import sites_of
 
 logger = logging.getLogger("torchtitan_dmuon")
@@ -498,33 +499,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
     def routing(self) -> RoutingReport:
         """Return which parameter takes which route, with owners and effective learning rates."""
         options = {p: g for g in self.param_groups for p in g["params"]}
-        rows = [self._row(p, name, options.get(p)) for p, name in self._names.items()]
-        order = {name: i for i, name in enumerate(_model_names(self.runtime))}
-        return RoutingReport(tuple(sorted(rows, key=lambda row: order[row.name])))
-
-    def _row(self, parameter: nn.Parameter, name: str, group: dict[str, Any] | None) -> RouteRow:
-        place = self._entries.get(parameter)
-        matrices = place[0].parameters[place[1]].matrices if place else ()
-        if place is None:
-            holder = "sharded" if isinstance(parameter, DTensor) else "local"
-        else:
-            mine = [s for s in place[0].layout.segments if s.parameter == place[1]]
-            mesh = self.runtime.assignment.mesh
-            owners = sorted({mesh.rank(s.row, s.column) for s in mine if s.row >= 0})
-            holder = ",".join(map(str, owners)) if owners else "sharded"
-        rates: tuple[float, ...] = ()
-        if group is not None and matrices:
-            rule = self.algorithm.of(group)
-            rates = tuple(rule.adjusted_lr(m.rows, m.columns) for m in matrices)
-        elif group is not None:
-            rates = (float(group["lr"]),)
-        route: Literal["matrix", "adamw", "frozen"]
-        route = "frozen" if group is None else group["route"]
-        return RouteRow(name, tuple(parameter.shape), route, holder, len(matrices), rates)
-
-
-def _model_names(runtime: Runtime) -> list[str]:
-    return [canonical_name(name) for name, _ in runtime.model.named_parameters()]
+        places = {p: (name, self._entries.get(p)) for p, name in self._names.items()}
+        return routing_report(self.runtime, self.algorithm, places, options)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
