@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
+
+_LARGEST = 3.4e38
+"""Of float32, which weights and state have."""
 
 
 def expect(name: str, value: Any, valid: Callable[[Any], Any], wanted: str) -> None:
@@ -21,7 +23,7 @@ def expect(name: str, value: Any, valid: Callable[[Any], Any], wanted: str) -> N
     """
     try:
         good = bool(valid(value))
-    except (TypeError, AttributeError, RuntimeError, ValueError):
+    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError, ArithmeticError):
         good = False
     if not good:
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
@@ -33,5 +35,5 @@ def is_count(value: Any, least: int = 0) -> bool:
 
 
 def is_size(value: Any) -> bool:
-    """Whether it is a finite number >= 0; a tensor with one element counts."""
-    return not isinstance(value, str | bool) and 0 <= float(value) < math.inf
+    """Whether it is a number >= 0 that float32 holds; a tensor with one element counts."""
+    return not isinstance(value, str | bool) and 0 <= float(value) <= _LARGEST

@@ -166,9 +166,9 @@ def measure_table(
         )
         return seconds
 
-    measured = measure(shapes, run, rule.name)
+    measured = measure(shapes, run, rule.label())
     about = describe(rule, device, repeats)
-    return CostTable(measured.seconds, f"measured on {about['device']}", rule.name, about)
+    return CostTable(measured.seconds, f"measured on {about['device']}", rule.label(), about)
 
 
 def describe(rule: MatrixOptimizer, device: torch.device, repeats: int) -> dict[str, Any]:

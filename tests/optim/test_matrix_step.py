@@ -15,7 +15,7 @@ import torchtitan_dmuon as dmuon
 from tests.runtime.heads import Heads, as_lists, batch, full_weights, mean_gradient
 from tests.runtime.plain import dedicate, open_world
 from tests.worlds import run_world
-from torchtitan_dmuon.optim import matrix_step
+from torchtitan_dmuon.optim import matrix_step, owned_state
 from torchtitan_dmuon.optim.algorithms.muon import MuonRule
 from torchtitan_dmuon.optim.matrix_optimizer import (
     MatrixOptimizer,
@@ -149,7 +149,7 @@ def test_a_rule_sees_whole_matrices_and_its_own_state(world: tuple[int, int]) ->
     for (name, i), state in states.items():
         several = len(blocks(name, dict(model.named_parameters())[name].detach())) > 1
         for key in ("per_row", "square", "step"):
-            full = f"{name}/probe_{key}" + (f".{i}" if several else "")
+            full = f"{name}/{owned_state.name(rule, key)}" + (f".{i}" if several else "")
             found = torch.tensor(merged[full])
             torch.testing.assert_close(found, state[key], rtol=1e-4, atol=1e-5, msg=full)
 
@@ -269,6 +269,91 @@ def test_bad_momentum_is_named_and_changes_no_weight(
         assert torch.equal(before[name], p.detach()) == (name == "layers.0.plain"), name
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wrong(MatrixOptimizer):
+    """Breaks the contract in a way of one's choice."""
+
+    how: str = "shape"
+
+    def state_shapes(self, rows: int, columns: int) -> Any:
+        return {}
+
+    def update(self, gradient: torch.Tensor, state: State) -> torch.Tensor:
+        if self.how == "writes":
+            gradient.mul_(2)
+        return {
+            "shape": gradient.T.contiguous(),
+            "flat": gradient.flatten(),
+            "dtype": gradient.to(torch.complex64),
+            "whole": gradient.int(),
+        }.get(self.how, gradient)
+
+
+@pytest.mark.parametrize("how", ["shape", "flat", "dtype", "whole", "writes"])
+def test_a_rule_that_breaks_the_contract_is_stopped_by_name(how: str) -> None:
+    """Not reshaped, not cast, and no gradient that others may read changed in silence."""
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, None, algorithm=Wrong, cost="model")
+    optimizer = dmuon.OwnerOptimizer(model, Wrong, how=how)
+    model(torch.randn(4, 6)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"matrix optimizer .*_wrong: .*layers.0") as caught:
+        optimizer.step()
+    assert ("changed the gradient" in str(caught.value)) == (how == "writes")
+
+
+def test_an_instance_brings_its_options() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, None, algorithm=find("soap")(lr=0.5, precondition_frequency=3), cost="model")
+    group = dmuon.OwnerOptimizer(model).param_groups[0]
+    assert (group["lr"], group["precondition_frequency"]) == (0.5, 3)
+    model = Tiny()
+    optimizer = dmuon.OwnerOptimizer(model, MuonRule(momentum=0.5), lr=0.1)
+    assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_names_of_state_are_those_of_one_class_alone() -> None:
+    """A class of one's own is not taken for a registered one of the same name, nor a subclass."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Muon(MuonRule):
+        pass
+
+    labels = {cls.label() for cls in (Muon, MuonRule, find("soap"), Probe, Wrong)}
+    assert len(labels) == 5 and {"muon", "soap"} < labels
+    assert owned_state.name(MuonRule(), "momentum_buffer") == "momentum_buffer"
+    assert owned_state.name(Muon(), "momentum_buffer") != "momentum_buffer"
+
+
+def test_rare_work_is_timed_in_little_time_and_counts_by_its_share() -> None:
+    """A refresh every 100,000 steps is not waited for."""
+    rule = find("soap")(precondition_frequency=100_000)
+    rules = [(r.period, weight) for r, weight in rule.timed_as()]
+    assert [period for period, _ in rules] == [1, 2]
+    # Refreshing takes 7, a plain step 3: the mean is 3 + 4 / f.
+    seconds = {1: 7.0, 2: 5.0}
+    mean = sum(seconds[period] * weight for period, weight in rules)
+    assert mean == pytest.approx(3 + 4 / 100_000)
+    assert rule.measure_seconds(8, 8, torch.device("cpu")) > 0
+
+
+def test_autocast_of_the_caller_does_not_reach_the_update() -> None:
+    torch.manual_seed(0)
+    models = [Tiny(), Tiny()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, autocast in zip(models, (False, True), strict=True):
+        optimizer = dmuon.OwnerOptimizer(model, "soap", lr=0.1)
+        for step in range(2):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_algorithms_are_found_by_name_or_import_path() -> None:
     assert {"muon", "normuon", "shampoo", "soap"} <= set(registered())
     assert find("muon") is MuonRule
@@ -279,6 +364,10 @@ def test_algorithms_are_found_by_name_or_import_path() -> None:
         find("no_such_module:X")
     with pytest.raises(ValueError, match="has no attribute 'Y'"):
         find(f"{Probe.__module__}:Y")
+    with pytest.raises(ValueError, match="lacks state_shapes, update"):
+        find("torchtitan_dmuon.optim.matrix_optimizer:MatrixOptimizer")
+    with pytest.raises(ValueError, match=r"cannot import '\.\.x:Y': TypeError"):
+        find("..x:Y")
     with pytest.raises(ValueError, match="is not a subclass of MatrixOptimizer"):
         find("torch:Tensor")
     with pytest.raises(ValueError, match="'muon' is registered already"):

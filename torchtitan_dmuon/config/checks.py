@@ -13,7 +13,12 @@ from torchtitan_dmuon.config.checkpoint_checks import check_checkpoint
 from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
-from torchtitan_dmuon.config.optimizer_checks import check_mode, check_optimizer, check_owner_cost
+from torchtitan_dmuon.config.optimizer_checks import (
+    check_mode,
+    check_optimizer,
+    check_owner_cost,
+    check_qk_clip,
+)
 from torchtitan_dmuon.config.schema import Data, torch_knows_spmd_types
 from torchtitan_dmuon.data import RANDOM_TOKENS, dataset_kind, open_source
 from torchtitan_dmuon.models.registry import get_model_spec
@@ -335,6 +340,7 @@ def check(job: Job, world_size: int, device: str) -> None:
     _check_device(job, device)
     vocabulary = _check_model(job)
     check_owner_cost(job)
+    check_qk_clip(job)
     _check_batch(job, _check_world(job, world_size))
     _check_files(job)
     _check_restarts(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -95,6 +96,8 @@ def _value(hint: Any, values: list[str], key: str) -> Any:
     if get_origin(hint) is dict and len(values) == 1:
         return _scalar(values[0], keep_text=False)
     if kinds & {list, tuple}:
+        if types.NoneType in kinds and values == ["none"]:
+            return "none"
         text = " ".join(values)
         if text.startswith("["):
             return _scalar(text, keep_text=False)

@@ -15,6 +15,7 @@ from torchtitan_dmuon.config.algorithm import MUON_KEYS, rule_of
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.schema import Optimizer, Parallelism
+from torchtitan_dmuon.models.heads import attentions
 from torchtitan_dmuon.models.matrices import model_matrices
 from torchtitan_dmuon.models.registry import get_model_spec
 from torchtitan_dmuon.optim.matrix_optimizer import find
@@ -194,9 +195,23 @@ def check_owner_cost(job: Job) -> None:
     try:
         table = CostTable.load(cost)
         spec = get_model_spec(model.name, model.flavor, attn_backend="sdpa")
-        table.check(model_matrices(spec, per_head=o.per_head), rule_of(o).name)
+        table.check(model_matrices(spec, per_head=o.per_head), rule_of(o).label())
     except (ValueError, OSError) as e:
         raise ConfigError(f"{job.at('parallelism.owner_cost')}: {e}") from e
+
+
+def check_qk_clip(job: Job) -> None:
+    """Check that the model has attention that QK-clip can scale. Raises ConfigError."""
+    model, o = job.config.model, job.config.optimizer
+    if o.name != "DMuon" or not o.qk_clip:
+        return
+    spec = get_model_spec(model.name, model.flavor, attn_backend="sdpa")
+    try:
+        with torch.device("meta"):
+            attentions(spec.model.build())
+    except ValueError as e:
+        text = str(e).removeprefix("qk_clip: ")
+        raise ConfigError(f"{job.at('optimizer.qk_clip')}: {text}") from e
 
 
 def _place(job: Job, key: str) -> str:

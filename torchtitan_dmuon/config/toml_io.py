@@ -176,7 +176,9 @@ def _build(cls: Any, table: Mapping[str, Any], key: str, source: Source) -> Any:
 
 def _is_a(value: Any, kind: type) -> bool:
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        # A whole number of any length is TOML, but not all of them are floats.
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        return real and (isinstance(value, float) or abs(value) < 10**300)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)

@@ -8,6 +8,7 @@ which one it is (paper section 6).
 from __future__ import annotations
 
 import importlib
+import re
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -57,7 +58,11 @@ class MatrixOptimizer(ABC):
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> MatrixOptimizer:
         """Return the rule with the options of a parameter group."""
-        return cls(**{f.name: group[f.name] for f in fields(cls)})
+        options = {f.name: group[f.name] for f in fields(cls)}
+        lr = options["lr"]
+        if isinstance(lr, float) and -1e-9 < lr < 0:
+            options["lr"] = 0.0  # what rounding leaves at a schedule's end
+        return cls(**options)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> MatrixOptimizer:
@@ -67,7 +72,7 @@ class MatrixOptimizer(ABC):
             ValueError: an unknown option, with the nearest that there is, or a value out of range.
         """
         known = [f.name for f in fields(cls)]
-        check_known(options, known, cls.name or cls.__name__)
+        check_known(options, known, cls.label())
         return cls(**options)
 
     @abstractmethod
@@ -115,32 +120,42 @@ class MatrixOptimizer(ABC):
 
     @property
     def period(self) -> int:
-        """Steps after which the work of an update repeats; `measure_seconds` averages over them."""
+        """Steps after which the work of an update repeats."""
         return 1
+
+    def timed_as(self) -> Sequence[tuple[MatrixOptimizer, float]]:
+        """Return rules and weights: the time of an update is the weighted sum of theirs.
+
+        For rules whose expensive work comes rarely: the mean over a long period then follows from
+        means over short ones.
+        """
+        return [(self, 1.0)]
+
+    @classmethod
+    def label(cls) -> str:
+        """Return the name that state and cost tables are kept under: equal for no two classes."""
+        own = cls.__dict__.get("name", "")  # a subclass is not its parent
+        return own or re.sub(r"\W+", "_", f"{cls.__module__}_{cls.__qualname__}").lower()
 
     def measure_seconds(
         self, rows: int, columns: int, device: torch.device, *, repeats: int = 3
     ) -> float:
         """Return the time of an update of a shape on `device`, in seconds.
 
-        The mean over a period, after one update that sets up state, libraries and kernels; the
-        median of `repeats` such means.
+        Of each rule of `timed_as` the median over `repeats` of the mean over a period, after two
+        updates that set up state, libraries and kernels.
         """
         generator = torch.Generator(device).manual_seed(0)
         gradient = torch.randn(rows, columns, device=device, generator=generator)
-        state = new_state(self, rows, columns, device=device)
-
-        def run(count: int) -> float:
-            _wait(device)
-            start = time.perf_counter()
-            for _ in range(count):
-                self.update(gradient, state)
-            _wait(device)
-            return (time.perf_counter() - start) / count
-
-        # On a GPU the second appearance of a shape records a graph (paper C.3).
-        run(2)
-        return statistics.median(run(self.period) for _ in range(repeats))
+        parts = []
+        for rule, weight in self.timed_as():
+            state = new_state(rule, rows, columns, device=device)
+            # On a GPU the second appearance of a shape records a graph (paper C.3).
+            _seconds(rule, gradient, state, 2)
+            times = [_seconds(rule, gradient, state, rule.period) for _ in range(repeats)]
+            parts.append((statistics.median(times), weight))
+        # Noise must not make a difference of times vanish.
+        return max(sum(t * w for t, w in parts), 0.1 * min(t for t, _ in parts))
 
 
 def new_state(
@@ -227,11 +242,24 @@ def find(name: str) -> type[MatrixOptimizer]:
         )
     try:
         found = getattr(importlib.import_module(module), qualified)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"algorithm: cannot import '{name}': {error}") from error
+    except Exception as error:  # whatever a module of somebody else's raises
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"algorithm: cannot import '{name}': {what}") from error
     if not (isinstance(found, type) and issubclass(found, MatrixOptimizer)):
         raise ValueError(f"algorithm: '{name}' is not a subclass of MatrixOptimizer")
+    if missing := sorted(found.__abstractmethods__):
+        raise ValueError(f"algorithm: '{name}' lacks {', '.join(missing)}")
     return found
+
+
+def _seconds(rule: MatrixOptimizer, gradient: torch.Tensor, state: State, count: int) -> float:
+    """Return the mean time of some updates."""
+    _wait(gradient.device)
+    start = time.perf_counter()
+    for _ in range(count):
+        rule.update(gradient, state)
+    _wait(gradient.device)
+    return (time.perf_counter() - start) / count
 
 
 def _wait(device: torch.device) -> None:

@@ -29,8 +29,7 @@ class MatrixWork:
         state: Its state: elementwise as the same stretch, all else as it is.
         rule: Its optimizer.
         done: Whether it was updated.
-        finite: 0-D boolean, once it was: whether the update was finite. If not, the update is
-            taken as zero.
+        finite: 0-D boolean, once it was: whether the update was finite. If not, the weight stays.
     """
 
     matrix: Matrix
@@ -61,15 +60,20 @@ class MatrixWork:
             for key in (k for k, shape in shapes.items() if shape == "elementwise"):
                 target = self.matrix.view(self.state[key], start=self.start)
                 target.copy_(state[key].view(target.shape))
-        target = self.matrix.view(self.weight, start=self.start)
-        target.mul_(1 - float(self.rule.lr) * self.rule.weight_decay)
+        self.done = True
         self.finite = torch.isfinite(update.sum(dtype=torch.float32))
-        # A GPU would wait for a branch; on a CPU it is quicker than one more pass over the matrix.
-        if self.finite.is_cuda or not self.finite:
+        target = self.matrix.view(self.weight, start=self.start)
+        decay = 1 - float(self.rule.lr) * self.rule.weight_decay
+        if self.finite.is_cuda:
+            # A branch would make the host wait.
+            target.mul_(torch.where(self.finite, decay, 1.0).to(target.dtype))
             update = update.masked_fill(self.finite.logical_not(), 0)
+        elif self.finite:
+            target.mul_(decay)
+        else:
+            return
         rate = self.rule.adjusted_lr(*self.matrix.shape)
         target.add_(update.reshape(target.shape).to(target.dtype), alpha=-rate)
-        self.done = True
 
 
 def batches(works: Iterable[MatrixWork]) -> dict[MatrixWork, list[MatrixWork]]:
@@ -94,6 +98,29 @@ def update_matrices(works: Sequence[MatrixWork]) -> None:
     """Update matrices of one shape and optimizer, in place."""
     states = [work.read_state() for work in works]
     gradients = [work.read(work.gradient) for work in works]
+    before = [gradient._version for gradient in gradients]
     updates = works[0].rule.updates(gradients, states)
+    _check(works, updates, [g._version for g in gradients] == before)
     for work, update, state in zip(works, updates, states, strict=True):
         work.finish(update, state)
+
+
+def _check(works: Sequence[MatrixWork], updates: Sequence[torch.Tensor], untouched: bool) -> None:
+    """Check what a rule returned: it may be anybody's."""
+    rule = works[0].rule.label()
+    if not untouched:
+        raise RuntimeError(
+            f"matrix optimizer {rule}: changed the gradient of {works[0].matrix.name}; it is to be "
+            "read only"
+        )
+    if len(updates) != len(works):
+        raise RuntimeError(
+            f"matrix optimizer {rule}: expected {len(works)} updates, got {len(updates)}"
+        )
+    for work, update in zip(works, updates, strict=True):
+        if update.shape != work.matrix.shape or not update.is_floating_point():
+            wanted = " x ".join(map(str, work.matrix.shape))
+            raise RuntimeError(
+                f"matrix optimizer {rule}: the update of {work.matrix.name} must be {wanted} "
+                f"floating-point numbers, got {tuple(update.shape)} of {update.dtype}"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -77,8 +77,10 @@ def per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """Return a, b, c of each step. Steps beyond a list repeat its last entry.
 
     Raises:
-        ValueError: an unknown name, or neither three numbers nor a list of such.
+        ValueError: an unknown name, neither three numbers nor a list of such, or no step.
     """
+    if steps < 1:
+        raise ValueError(f"ns_steps: expected a whole number of at least 1, got {steps}")
     if isinstance(coefficients, str):
         if coefficients not in _NAMED:
             raise ValueError(
@@ -140,7 +142,12 @@ def newton_schulz(
     Returns:
         The shape of `matrix`, in `dtype`. Zero for a zero matrix. NaN for one with an infinity or
         NaN (or a norm beyond float32), which the caller is to find.
+
+    Raises:
+        ValueError: coefficients, steps, eps or method that there are not.
     """
+    if not eps > 0:
+        raise ValueError(f"eps: expected a number > 0, got {eps}")
     if not matrix.numel():
         return matrix.to(dtype)
     table: tuple[Triple, ...] = _per_step(_hashable(coefficients), steps)
@@ -221,6 +228,8 @@ def _gram(
 @cache
 def uses_gram(rows: int, columns: int, method: Method = "auto", *, steps: int = 5) -> bool:
     """Return whether a matrix of this shape is iterated on by its Gram matrix."""
+    if method not in get_args(Method):
+        raise ValueError(f"method: expected {', '.join(get_args(Method))}, got {method!r}")
     if method != "auto":
         return method == "gram"
     one = flops(rows, columns, method="gram", steps=steps)

@@ -12,7 +12,10 @@ import torch.nn as nn
 from torchtitan_dmuon.arguments import expect, is_size
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, find
 
-Algorithm = str | type[MatrixOptimizer]
+Algorithm = str | type[MatrixOptimizer] | MatrixOptimizer
+
+# What a parameter group says of itself; AdamW's options begin with adamw_.
+_RESERVED = ("params", "param_names", "route")
 
 
 def class_of(algorithm: Algorithm) -> type[MatrixOptimizer]:
@@ -21,16 +24,32 @@ def class_of(algorithm: Algorithm) -> type[MatrixOptimizer]:
     Raises:
         ValueError: there is none of that name.
     """
-    return find(algorithm) if isinstance(algorithm, str) else algorithm
+    if isinstance(algorithm, str):
+        return find(algorithm)
+    return algorithm if isinstance(algorithm, type) else type(algorithm)
 
 
-def defaults(algorithm: type[MatrixOptimizer]) -> dict[str, Any]:
-    """Return the options of a matrix optimizer with their defaults."""
-    values = {}
-    for f in fields(algorithm):
-        if f.default is MISSING:
-            raise ValueError(f"algorithm: option '{f.name}' of {algorithm.__name__} has no default")
-        values[f.name] = f.default
+def defaults(algorithm: Algorithm) -> dict[str, Any]:
+    """Return the options of a matrix optimizer: an instance's, or the defaults of its class.
+
+    Raises:
+        ValueError: an option has no default, or a name that parameter groups use.
+    """
+    cls = class_of(algorithm)
+    values: dict[str, Any] = {}
+    for f in fields(cls):
+        if f.name in _RESERVED or f.name.startswith("adamw_"):
+            raise ValueError(
+                f"algorithm: option '{f.name}' of {cls.label()} has a name of parameter groups"
+            )
+        if isinstance(algorithm, MatrixOptimizer):
+            values[f.name] = getattr(algorithm, f.name)
+        elif f.default is not MISSING:
+            values[f.name] = f.default
+        elif f.default_factory is not MISSING:
+            values[f.name] = f.default_factory()
+        else:
+            raise ValueError(f"algorithm: option '{f.name}' of {cls.label()} has no default")
     return values
 
 

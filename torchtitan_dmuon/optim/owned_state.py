@@ -88,7 +88,7 @@ def saved_adamw(group: Group, index: int, state: State) -> Iterator[SavedState]:
 
 def name(rule: MatrixOptimizer, key: str) -> str:
     """Return the name of an entry of a rule's state, in torch's state and in checkpoints."""
-    own = rule.name or type(rule).__name__.lower()
+    own = rule.label()
     return key if own == "muon" else f"{own}_{key}"
 
 

@@ -13,12 +13,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dmuon.arguments import expect
-from torchtitan_dmuon.baselines.gather import gathered_update
 from torchtitan_dmuon.optim import owned_state
-from torchtitan_dmuon.optim.adamw_rule import apply_adamw, new_state
+from torchtitan_dmuon.optim.adamw_rule import new_state
 from torchtitan_dmuon.optim.algorithms.muon import MuonRule
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, check_known
-from torchtitan_dmuon.optim.matrix_step import MatrixWork, batches, update_matrices
 from torchtitan_dmuon.optim.options import (
     Algorithm,
     check_adamw,
@@ -30,10 +28,10 @@ from torchtitan_dmuon.optim.qk_clip import QKClip
 from torchtitan_dmuon.optim.report import PhaseClock, RoutingReport, StepReport
 from torchtitan_dmuon.optim.routing import routing_report
 from torchtitan_dmuon.optim.saved import SavedState
+from torchtitan_dmuon.optim.update_pass import UpdatePass
 from torchtitan_dmuon.runtime.dedicate import dedicate_params, runtime_of
 from torchtitan_dmuon.runtime.gradients import Gradients, agree_on_gradients
-from torchtitan_dmuon.runtime.group import Group, OwnedParameter
-from torchtitan_dmuon.runtime.layout import Segment
+from torchtitan_dmuon.runtime.group import OwnedParameter
 from torchtitan_dmuon.runtime.runtime import Runtime
 from torchtitan_dmuon.runtime.site import sites_of
 
@@ -67,8 +65,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
     Args:
         model: What `dedicate_params` was called on (called here if there is only one process).
         algorithm: The matrix optimizer: "muon", "normuon", "soap", "shampoo", what `register` made
-            known, "module:Class", or a subclass of `MatrixOptimizer`. None: what `dedicate_params`
-            balanced owners for.
+            known, "module:Class", a subclass of `MatrixOptimizer`, or an instance, which has the
+            defaults. None: what `dedicate_params` balanced owners for.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: Of the AdamW route.
         publish: "async": new weights travel while the step and the next forward go on. "sync": the
             step waits for them. The bits are the same.
@@ -105,10 +103,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         expect("publish", publish, lambda v: v in ("async", "sync"), "async or sync")
         expect("nonfinite", nonfinite, lambda v: v in ("skip", "error"), "skip or error")
         if not sites_of(model) and not (dist.is_initialized() and dist.get_world_size() > 1):
-            dedicate_params(model, algorithm=class_of(algorithm or MuonRule))
+            dedicate_params(model, algorithm=algorithm or MuonRule)
         self.model = model
         self.runtime: Runtime = runtime_of(model)
-        self.algorithm = self._chosen(algorithm)
+        chosen = self.runtime.algorithm if algorithm is None else algorithm
+        self.algorithm = self._checked(class_of(chosen))
         if self.runtime.device.type == "meta":
             raise ValueError(
                 f"{type(self).__name__}: the model is on the meta device; call to_empty(...) first"
@@ -123,13 +122,13 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._names = {e.parameter: e.name for g in self.runtime.groups for e in g.parameters}
         self._names.update({p: name for name, p in self.runtime.other_parameters()})
         self._defaults = {
-            **defaults(self.algorithm),
+            **defaults(chosen),
             "adamw_lr": adamw_lr,
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
             "adamw_weight_decay": adamw_weight_decay,
         }
-        check_known(options, list(self._defaults), self._rule_name)
+        check_known(options, list(self._defaults), self.algorithm.label())
         self._defaults.update(options)
         self._spoiled: set[str] = set()
         super().__init__(self._all_groups(param_groups or ()), {})
@@ -137,23 +136,18 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._check_clipped()
         self._moves = self.runtime.moves
 
-    @property
-    def _rule_name(self) -> str:
-        return self.algorithm.name or self.algorithm.__name__
-
-    def _chosen(self, algorithm: Algorithm | None) -> type[MatrixOptimizer]:
+    def _checked(self, chosen: type[MatrixOptimizer]) -> type[MatrixOptimizer]:
         balanced = type(self.runtime.algorithm)
-        chosen = balanced if algorithm is None else class_of(algorithm)
         if self.runtime.mode == "gather" and chosen is not MuonRule:
             raise ValueError(
-                f"algorithm: mode gather, the baseline, knows muon only, got {chosen.name!r}"
+                f"algorithm: mode gather, the baseline, knows muon only, got {chosen.label()!r}"
             )
         if chosen is not balanced:
             logger.warning(
                 "owners are balanced for the cost of %s, not of %s; give dedicate_params the "
                 "algorithm too",
-                balanced.name,
-                chosen.name or chosen.__name__,
+                balanced.label(),
+                chosen.label(),
             )
         return chosen
 
@@ -178,7 +172,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 model's or is in a group already.
         """
         options = {k: v for k, v in param_group.items() if k not in ("params", "param_names")}
-        check_known(options, list(self._defaults), self._rule_name, "param_groups: ")
+        check_known(options, list(self._defaults), self.algorithm.label(), "param_groups: ")
         merged = {**self._defaults, **options}
         params = listed(param_group)
         for parameter in params:
@@ -349,85 +343,23 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self.runtime.free_all()
         if self.qk_clip is not None:
             self.qk_clip.agree(self.runtime.communicator, self.runtime.device)
-        count = 0
-        options = {p: g for g in self.param_groups for p in g["params"]}
-        rules = {id(g): self.algorithm.of(g) for g in self.param_groups if g["route"] == "matrix"}
-        for group in self.runtime.order:
-            works = self._works(group, gradients, options, rules)
-            together = batches(w for several in works.values() for w in several)
-            for piece in group.pieces:
-                mine = piece[0] in group.masters
-                if mine:
-                    for s in piece:
-                        for work in works.get(s, ()):
-                            if not work.done:
-                                update_matrices(together[work])
-                            count += 1
-                    if self.runtime.mode == "gather":
-                        count += self._update_gathered(group, piece, gradients, options, rules)
-                    clock.mark("orthogonalize")
-                    self._update_small(group, piece, gradients, options)
-                    if self.qk_clip is not None:
-                        self.qk_clip.scale(group, piece)
-                    clock.mark("elementwise")
-                group.publish(piece)
-                if mine:
-                    clock.mark("publish")
-            self.runtime.suspects += [
-                (w.matrix.parameter, w.finite) for several in works.values() for w in several
-            ]
-        self._update_sharded()
-        clock.mark("elementwise")
+        # The caller's autocast is for its model.
+        with torch.autocast(self.runtime.device.type, enabled=False):
+            count = UpdatePass(
+                self.runtime,
+                self.algorithm,
+                self.param_groups,
+                self.state,
+                gradients,
+                self.qk_clip,
+                clock,
+            ).run()
         if self.publish == "sync":
             self.runtime.wait_for_publish()
         clock.mark("publish")
         self.runtime.traffic.step += 1
         self.last_step = StepReport(count, False, (), clock)
         return loss
-
-    def _works(
-        self,
-        group: Group,
-        gradients: Gradients,
-        options: dict[nn.Parameter, dict[str, Any]],
-        rules: dict[int, MatrixOptimizer],
-    ) -> dict[Segment, list[MatrixWork]]:
-        """Return the matrices of a group that this rank updates, by segment, in forward order."""
-        result: dict[Segment, list[MatrixWork]] = {}
-        for s in (s for piece in group.pieces for s in piece if s in group.masters and s.matrices):
-            entry = group.parameters[s.parameter]
-            chosen = options.get(entry.parameter)
-            # Those without a gradient anywhere are left alone, as torch leaves them alone.
-            if entry.name not in gradients.present or chosen is None or s not in group.gradients:
-                continue
-            rule, state = rules[id(chosen)], self.state[entry.parameter]
-            master, gradient = group.masters[s], group.gradients[s]
-            result[s] = [
-                MatrixWork(m, master, gradient, s.start, own, rule)
-                for m in s.matrices
-                for own in [owned_state.of_matrix(rule, entry, s, m, state)]
-            ]
-        return result
-
-    def _update_gathered(
-        self,
-        group: Group,
-        piece: Sequence[Segment],
-        gradients: Gradients,
-        options: dict[nn.Parameter, dict[str, Any]],
-        rules: dict[int, MatrixOptimizer],
-    ) -> int:
-        """Update the shards of a piece (line B). Returns the matrices done."""
-        count = 0
-        for s in piece:
-            entry = group.parameters[s.parameter]
-            chosen = options.get(entry.parameter)
-            if not entry.matrices or entry.name not in gradients.present or chosen is None:
-                continue
-            if s in group.gradients:
-                momentum = self.state[entry.parameter]["momentum_buffer"].view(-1)
-                count += gathered_update(group, s.parameter, momentum, rules[id(chosen)])
-        return count
 
     def _warn_spoiled(self, gradients: Gradients) -> None:
         """Name parameters whose last update was not finite, each once."""
@@ -452,48 +384,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if self.runtime.communicator is None or self.runtime.communicator.rank == 0:
             logger.warning("step skipped, %s", text)
 
-    def _update_small(
-        self,
-        group: Group,
-        piece: Sequence[Segment],
-        gradients: Gradients,
-        options: dict[nn.Parameter, dict[str, Any]],
-    ) -> None:
-        """Update the tensors of a piece that are not matrices, group of options by group."""
-        small: dict[int, list[Segment]] = {}
-        for s in piece:
-            entry = group.parameters[s.parameter]
-            chosen = options.get(entry.parameter)
-            if entry.matrices or entry.name not in gradients.present or chosen is None:
-                continue
-            if s in group.gradients:
-                small.setdefault(id(chosen), []).append(s)
-        for segments in small.values():
-            parameters = [group.parameters[s.parameter].parameter for s in segments]
-            states = [self.state[p] for p in parameters]
-            apply_adamw(
-                [group.masters[s] for s in segments],
-                [group.gradients[s] for s in segments],
-                [state["exp_avg"].view(-1) for state in states],
-                [state["exp_avg_sq"].view(-1) for state in states],
-                [state["step"] for state in states],
-                options[parameters[0]],
-            )
-
-    def _update_sharded(self) -> None:
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p not in self._entries and p.grad is not None]
-            if group["route"] == "adamw" and members:
-                states = [self.state[p] for p in members]
-                apply_adamw(
-                    [_local(p) for p in members],
-                    [_local(p.grad) for p in members],
-                    [_local(state["exp_avg"]) for state in states],
-                    [_local(state["exp_avg_sq"]) for state in states],
-                    [_local(state["step"]) for state in states],
-                    group,
-                )
-
     # -- reports -----------------------------------------------------------------------------
 
     def routing(self) -> RoutingReport:
@@ -501,7 +391,3 @@ class OwnerOptimizer(torch.optim.Optimizer):
         options = {p: g for g in self.param_groups for p in g["params"]}
         places = {p: (name, self._entries.get(p)) for p, name in self._names.items()}
         return routing_report(self.runtime, self.algorithm, places, options)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

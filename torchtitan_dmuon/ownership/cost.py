@@ -160,16 +160,28 @@ class CostTable:
             data = json.loads(path.read_text(encoding="utf-8"))
             version = data["version"]
             if version == FILE_VERSION:
-                entries = [(e["rows"], e["columns"], float(e["seconds"])) for e in data["seconds"]]
-                table = {(int(r), int(c)): s for r, c, s in entries}
+                table = {_shape(e): _number(e["seconds"]) for e in data["seconds"]}
                 about = dict(data["about"])
                 return cls(table, str(data["source"]), str(data["algorithm"]), about)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{shown} is not a cost table: {error!r}") from error
         raise ValueError(
             f"{shown} is a cost table of version {version}, not {FILE_VERSION}; "
             "dmuon costs writes a new one"
         )
+
+
+def _shape(entry: Mapping[str, Any]) -> Shape:
+    rows, columns = entry["rows"], entry["columns"]
+    if type(rows) is not int or type(columns) is not int:
+        raise ValueError(f"rows and columns must be whole numbers, not {rows!r} and {columns!r}")
+    return rows, columns
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"seconds must be a number, not {value!r}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def shipped_tables() -> tuple[str, ...]:

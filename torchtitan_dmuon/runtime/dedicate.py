@@ -395,15 +395,15 @@ def _cost_table(
     matrices = [m for layer in layers for p in layer.parameters for m in p.matrices]
     shapes = [matrix.shape for matrix in matrices]
     if isinstance(cost, CostTable):
-        cost.check(matrices, rule.name)
+        cost.check(matrices, rule.label())
         return cost
     if cost == "model":
-        return model_cost(shapes, rule.flops, rule.name)
+        return model_cost(shapes, rule.flops, rule.label())
     where = communicator.device if communicator else device
     if where.type == "meta":
         where = _local_device("cuda" if torch.cuda.is_available() else "cpu")
     mine = measure(
-        shapes, lambda rows, columns: rule.measure_seconds(rows, columns, where), rule.name
+        shapes, lambda rows, columns: rule.measure_seconds(rows, columns, where), rule.label()
     )
     if communicator is None:
         return mine

@@ -6,10 +6,11 @@ L = E[G G^T] is "left", rows x rows; R = E[G^T G] is "right", columns x columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from torchtitan_dmuon.optim.matrix_optimizer import State
+from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, State
 
 LARGEST = 1e12
 """Largest magnitude of an entry that is taken as it is. Squares of larger ones, summed over a row
@@ -71,3 +72,17 @@ def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = torch.linalg.eigh(matrix.double())
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def timed_by_frequency(
+    rule: MatrixOptimizer, frequency: int
+) -> list[tuple[MatrixOptimizer, float]]:
+    """Return what `MatrixOptimizer.timed_as` does, for a rule with a `precondition_frequency`.
+
+    A step with a refresh takes r and one without p. Refreshing in each step takes r on average, in
+    every second (r + p) / 2, and in every f-th p + (r - p) / f.
+    """
+    if frequency <= 2:
+        return [(rule, 1.0)]
+    every, second = (replace(rule, precondition_frequency=n) for n in (1, 2))  # type: ignore[call-arg]
+    return [(every, 2 / frequency - 1), (second, 2 - 2 / frequency)]

@@ -16,6 +16,7 @@ from torchtitan_dmuon.optim.algorithms.kronecker import (
     sandwich,
     sides,
     steps_of,
+    timed_by_frequency,
 )
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, State, StateShapes, register
 
@@ -152,6 +153,9 @@ class SOAP(MatrixOptimizer):
     @property
     def period(self) -> int:
         return self.precondition_frequency
+
+    def timed_as(self) -> Sequence[tuple[MatrixOptimizer, float]]:
+        return timed_by_frequency(self, self.precondition_frequency)
 
 
 def _sides(state: State) -> list[str]:

@@ -83,7 +83,9 @@ class Reference:
     def __init__(self, operands: Operands) -> None:
         a, b, c = operands.a, operands.b, operands.c
         generator = torch.Generator().manual_seed(1)
-        signs = torch.randint(2, (b.size(-1), _VECTORS), generator=generator) * 2.0 - 1.0
+        signs = (
+            torch.randint(2, (b.size(-1), _VECTORS), generator=generator, device="cpu") * 2.0 - 1.0
+        )
         self._vectors = signs.to(a.device, torch.float64)
         self._expected = _apply(a, _apply(b, self._vectors)).mul_(ALPHA)
         if c is not None:
