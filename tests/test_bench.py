@@ -37,7 +37,7 @@ def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_layouts_in_one_run(tmp_path: Path) -> None:
     """From any folder, --json prints one JSON object and nothing else; it has the layouts asked
     for, ratios to the baseline, and losses that agree."""

@@ -94,6 +94,7 @@ def test_layouts_train_to_the_same_losses(seed_checkpoint: Path, tmp_path: Path)
     assert abs(fresh[0] - reference[0]) > 1e-3
 
 
+@pytest.mark.long
 def test_world_size_does_not_change_the_run(tmp_path: Path) -> None:
     """The same global batch on 1, 2 and 3 x accumulation gives the same losses: initial weights
     and data order depend on the seed alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def train(shape: tuple[int, int], algorithm: Any, steps: int, **options: Any) ->
     return {"weights": as_lists(full_weights(model)), "state": state}
 
 
-@pytest.mark.parametrize("world", [(1, 1), (1, 2), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("world", [(1, 1), (2, 2), (3, 1)], ids=str)
 def test_a_rule_sees_whole_matrices_and_its_own_state(world: tuple[int, int]) -> None:
     """Interleaved, stacked and plain: the same as a loop over single matrices in one process."""
     torch.manual_seed(0)
@@ -157,8 +158,15 @@ def test_a_rule_sees_whole_matrices_and_its_own_state(world: tuple[int, int]) ->
 SHAPES = [(7, 5), (3, 12), (12, 4), (1, 6), (5, 5), (7, 5)]
 
 
-def train_heads(shape: tuple[int, int], algorithm: str) -> dict[str, list[Any]]:
+ALGORITHMS = ("normuon", "soap", "shampoo", "muon")
+
+
+def train_all_heads(shape: tuple[int, int]) -> dict[str, dict[str, list[Any]]]:
     mesh = open_world(shape) if shape != (1, 1) else None
+    return {algorithm: train_heads(mesh, algorithm) for algorithm in ALGORITHMS}
+
+
+def train_heads(mesh: Any, algorithm: str) -> dict[str, list[Any]]:
     rank = torch.distributed.get_rank() if mesh else 0
     torch.manual_seed(0)
     model = Heads(SHAPES)
@@ -171,8 +179,15 @@ def train_heads(shape: tuple[int, int], algorithm: str) -> dict[str, list[Any]]:
     return as_lists(full_weights(model))
 
 
+@cache
+def heads_outcomes(world: tuple[int, int]) -> list[dict[str, dict[str, list[Any]]]]:
+    if world == (1, 1):
+        return [train_all_heads(world)]
+    return run_world(world[0] * world[1], train_all_heads, world, timeout_seconds=60)
+
+
 @pytest.mark.parametrize("world", [(1, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("algorithm", ["normuon", "soap", "shampoo", "muon"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_is_one_process_on_whole_gradients(
     algorithm: str, world: tuple[int, int]
 ) -> None:
@@ -187,9 +202,9 @@ def test_every_algorithm_is_one_process_on_whole_gradients(
             update = rule.update(gradient, state)
             weights[index] *= 1 - 0.02 * rule.weight_decay
             weights[index] -= rule.adjusted_lr(rows, columns) * update
-    for result in run_world(world[0] * world[1], train_heads, world, algorithm, timeout_seconds=60):
+    for result in heads_outcomes(world):
         for index, weight in enumerate(weights):
-            found = torch.tensor(result[f"layers.{index}.weight"])
+            found = torch.tensor(result[algorithm][f"layers.{index}.weight"])
             torch.testing.assert_close(found, weight, rtol=1e-5, atol=1e-6, msg=str(SHAPES[index]))
 
 

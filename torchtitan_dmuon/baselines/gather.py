@@ -31,8 +31,7 @@ def gathered_update(group: Group, index: int, momentum: torch.Tensor, rule: Matr
     entry = group.parameters[index]
     shards = [s for s in group.layout.segments if s.parameter == index]
     own = next(s for s in group.owned if s.parameter == index)
-    whole = _gather_pair(group, shards, own, momentum)
-    gradient, full_momentum = whole[: entry.numel], whole[entry.numel :]
+    gradient, full_momentum = _gather_pair(group, shards, own, momentum)
     # Weights begin as zero, so that what they are afterwards is what the shard is to gain.
     gain = torch.zeros_like(gradient)
     works = [
@@ -51,12 +50,12 @@ def gathered_update(group: Group, index: int, momentum: torch.Tensor, rule: Matr
 
 def _gather_pair(
     group: Group, shards: list[Segment], own: Segment, momentum: torch.Tensor
-) -> torch.Tensor:
-    """Return the whole gradient, then the whole momentum: (2 * numel,)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the whole gradient and the whole momentum, each (numel,) with memory of its own."""
     gradient = group.gradients[own]
     numel = group.parameters[own.parameter].numel
     if group.columns == 1:
-        return torch.cat([gradient, momentum])
+        return gradient, momentum.clone()
     assert group.communicator is not None
     width = max(s.numel for s in shards)
     pair = gradient.new_zeros(2, width)
@@ -68,11 +67,12 @@ def _gather_pair(
     group.communicator.shard_gather(
         label, staging, pair.view(-1), [mark(group.device)], nothing, nothing
     ).wait()
-    whole = gradient.new_empty(2, numel)
+    whole = gradient.new_empty(numel), gradient.new_empty(numel)
     for s in shards:
-        part = staging.view(group.columns, 2, width)[s.column, :, : s.numel]
-        whole[:, s.start : s.start + s.numel] = part
-    return whole.view(-1)
+        for i, target in enumerate(whole):
+            part = staging.view(group.columns, 2, width)[s.column, i, : s.numel]
+            target[s.start : s.start + s.numel] = part
+    return whole
 
 
 def _nothing() -> None:

@@ -98,7 +98,14 @@ def graphed(compute: Candidate, device: torch.device) -> Candidate:
     return lambda x: replays.run((tuple(x.shape), x.dtype), compute, x)
 
 
-def reference(device: torch.device, *, compiled: bool) -> tuple[dict[str, Candidate], list[str]]:
+def replayed(device: torch.device) -> int:
+    """Return how many of our computations on a device are recorded as CUDA graphs."""
+    return replay._replays(device).recorded if device.type == "cuda" else 0
+
+
+def reference(
+    device: torch.device, *, compiled: bool
+) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Return the package gram-newton-schulz, with and without its kernels.
 
     Args:
@@ -107,27 +114,26 @@ def reference(device: torch.device, *, compiled: bool) -> tuple[dict[str, Candid
             many seconds the first time; else as it is, in a CUDA graph like ours.
 
     Returns:
-        What could be made, by name, and what could not, in words.
+        What could be made, by name, and by name why the others could not.
     """
-    try:
-        from gram_newton_schulz import GramNewtonSchulz
-    except ImportError as error:
-        return {}, [f"gram-newton-schulz is left out: {error}"]
     found: dict[str, Candidate] = {}
-    missing = []
+    missing: dict[str, str] = {}
+    form = "" if compiled else " in our graph"
     for kind, kernels in (("cuBLAS", False), ("kernels", True)):
+        name = f"{REFERENCE}{form}, {kind}"
         if kernels and device.type != "cuda":
-            missing.append("gram-newton-schulz's kernels are left out: for CUDA GPUs only")
+            missing[name] = "for CUDA GPUs only"
             continue
         try:
+            from gram_newton_schulz import GramNewtonSchulz
+
             if compiled:
-                found[f"{REFERENCE}, {kind}"] = GramNewtonSchulz(ns_use_kernels=kernels)
+                found[name] = GramNewtonSchulz(ns_use_kernels=kernels)
             else:
                 plain = GramNewtonSchulz(ns_use_kernels=kernels, compile_kwargs=None)
-                found[f"{REFERENCE} in our graph, {kind}"] = graphed(plain, device)
+                found[name] = graphed(plain, device)
         except Exception as error:  # Importing kernels compiles and registers: anything can fail.
-            text = " ".join(str(error).split())
-            missing.append(f"gram-newton-schulz's {kind} is left out: {text}")
+            missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return found, missing
 
 
@@ -151,6 +157,7 @@ def seconds(run: Candidate, matrix: torch.Tensor, calls: int = 1) -> float:
     return (time.perf_counter() - begin) / calls
 
 
+@torch.no_grad()
 def contest(
     runs: Mapping[str, Candidate], matrix: torch.Tensor, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -251,6 +258,78 @@ def goals(entry: Mapping[str, Any]) -> dict[str, str]:
     return {"floor": floor, "reference": against}
 
 
+def time_shape(shape: Shape, device: torch.device, rate: float, rounds: int) -> dict[str, Any]:
+    """Compare ours in float16 with plain products, torch's and the reference in a graph like ours.
+
+    Args:
+        shape: Of a seeded matrix.
+        device: Where.
+        rate: `matmul_rate` in float16.
+        rounds: Timed rounds.
+
+    Returns:
+        A `row`, with replayed (ours ran as a CUDA graph), goals, compiled_reference for
+        `add_compiled`, and failed: reasons by candidate. Only the last and the shape if ours fails.
+    """
+    others, missing = reference(device, compiled=False)
+    runs = {
+        "ours": ours_in(torch.float16),
+        "plain products": plain_in(torch.float16),
+        "torch.optim.Muon": torch_in(torch.float16),
+        **others,
+    }
+    before = replayed(device)
+    times, failed = contest(runs, seeded(shape, device), rounds)
+    failed |= missing
+    if "ours" not in times:
+        return {"rows": shape[0], "columns": shape[1], "failed": failed}
+    entry = row(shape, times, rate, torch.float16)
+    entry["replayed"] = replayed(device) > before
+    entry["goals"] = goals(entry)
+    return {**entry, "compiled_reference": "left out: no time left", "failed": failed}
+
+
+def add_compiled(entry: dict[str, Any], device: torch.device, rounds: int) -> None:
+    """Compare ours with the reference as it runs by default, in one more contest.
+
+    Args:
+        entry: Of `time_shape`; changed, and judged anew.
+        device: Where.
+        rounds: Timed rounds.
+    """
+    if device.type != "cuda":
+        entry["compiled_reference"] = "left out: for CUDA GPUs only"
+        return
+    # Compiled for this shape alone: else torch.compile gives up after a few shapes.
+    torch.compiler.reset()
+    others, missing = reference(device, compiled=True)
+    runs = {"ours": ours_in(torch.float16), **others}
+    matrix = seeded((entry["rows"], entry["columns"]), device)
+    times, failed = contest(runs, matrix, rounds)
+    failed |= missing
+    entry["failed"] |= failed
+    if "ours" in times:
+        entry |= compared(times)
+        entry["goals"] = goals(entry)
+    without = [name for name in failed if name.startswith(REFERENCE)]
+    entry["compiled_reference"] = f"failed: {', '.join(without)}" if without else "measured"
+
+
+def seeded(shape: Shape, device: torch.device) -> torch.Tensor:
+    """Return the float32 matrix that is orthogonalised."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def tally(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the number of rows by goal and verdict."""
+    found: dict[str, dict[str, int]] = {"floor": {}, "reference": {}}
+    for entry in entries:
+        for goal, verdict in entry.get("goals", {}).items():
+            found[goal][verdict] = found[goal].get(verdict, 0) + 1
+    return found
+
+
 # --------------------------------------------------------------------------------------- accuracy
 
 
@@ -266,6 +345,7 @@ def symmetric_problems(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Prob
     return list(problems)
 
 
+@torch.no_grad()
 def symmetric_errors(
     problem: Problem, device: torch.device, backends: Sequence[Backend]
 ) -> dict[str, Any]:

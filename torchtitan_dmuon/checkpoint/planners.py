@@ -90,7 +90,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     - An optimizer's settings are the job's; those in the checkpoint are not read.
     - A parameter whose state is all that of another rule (it was updated by AdamW and now is by
-      Muon, or the reverse) starts with fresh state: zero.
+      Muon, or the reverse), or has entries that the rule with its present options does not keep,
+      starts with fresh state: zero.
     - Parts that are not wanted at all (`optimizer`, `dataloader`, ...) may be there, those in
       `OPTIONAL` may be missing, and those in `BY_RANK` may have more entries.
 
@@ -197,12 +198,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def fresh_state(wanted: Iterable[str], stored: Iterable[str]) -> set[str]:
-    """Return the wanted entries of parameters whose stored state is all that of another rule."""
+    """Return the wanted entries of parameters whose stored state is that of another rule."""
     here, there = _by_parameter(wanted), _by_parameter(stored)
     fresh = set()
     for parameter, keys in here.items():
         other = there.get(parameter, set())
-        if other and not other & keys:
+        # Also one with other options, which kept more: what is left means something else then.
+        if other and (not other & keys or other > keys):
             fresh |= keys
     return fresh
 

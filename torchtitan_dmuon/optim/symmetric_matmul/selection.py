@@ -225,6 +225,8 @@ class _Contest:
             raise
         except Exception as e:  # Training goes on without it.
             reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        # It is kept in the file and printed; a driver's text may hold anything.
+        reason = "".join(c if c.isprintable() else "?" for c in reason)
         self.dropped[backend.name] = reason
         logger.warning(
             f"symmetric_matmul: {backend.name} is not used for {self._problem.key}: {reason}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -20,6 +19,8 @@ from torchtitan_dmuon.log import logger
 
 FORMAT = 1
 """Of the file; raised when the meaning of a key, a name or a time changes."""
+
+_LONGEST_SECONDS = 1e6
 
 LOCK_TIMEOUT_SECONDS = 10.0
 """Longest wait for another process that writes; writing takes milliseconds."""
@@ -45,12 +46,13 @@ class Choice:
         if not isinstance(seconds, dict) or not isinstance(dropped, dict):
             raise ValueError("seconds or dropped is not a table")
         for name in [backend, *seconds, *dropped]:
-            if name not in backends:
+            if not isinstance(name, str) or name not in backends:
                 raise ValueError(f"{name!r} is no backend of this version")
         for value in seconds.values():
-            if type(value) not in (int, float) or not (0 <= value < math.inf):
+            if type(value) not in (int, float) or not (0 <= value < _LONGEST_SECONDS):
                 raise ValueError(f"{value!r} is no time in seconds")
-        if not all(isinstance(text, str) for text in dropped.values()):
+        # Reasons are printed: what is not printable could do things to a terminal.
+        if not all(isinstance(text, str) and text.isprintable() for text in dropped.values()):
             raise ValueError("a reason is no text")
         if backend not in seconds:
             raise ValueError(f"{backend} has no time")
@@ -80,6 +82,8 @@ class Store:
         self._identity = dict(identity)
         self._backends = backends
         self._warned: set[str] = set()
+        # Who holds the lock that long will not give it up: waiting for each shape would add up.
+        self._patience = LOCK_TIMEOUT_SECONDS
 
     def read(self) -> tuple[dict[str, Choice], str]:
         """Return the choices by key, and the file's state: "ok", "absent" or what is wrong."""
@@ -119,7 +123,7 @@ class Store:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = FileLock(self.path.with_suffix(".lock"), mode=0o600)
-            with lock.acquire(timeout=LOCK_TIMEOUT_SECONDS):
+            with lock.acquire(timeout=self._patience):
                 choices = self.choices()
                 if key in choices and usable(choices[key].backend):
                     return choices[key]
@@ -129,9 +133,10 @@ class Store:
             self._warn(
                 "write",
                 f"another process has held {self.path.with_suffix('.lock')} for "
-                f"{LOCK_TIMEOUT_SECONDS:.0f} s: choices of kernels stay in this process, and the "
-                "next run measures again",
+                f"{self._patience:.0f} s: choices of kernels stay in this process, and the next "
+                "run measures again",
             )
+            self._patience = 0.0
         except OSError as error:
             self._warn(
                 "write",
