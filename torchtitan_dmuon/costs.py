@@ -179,11 +179,12 @@ def describe(rule: MatrixOptimizer, device: torch.device, repeats: int) -> dict[
     import torch
 
     from torchtitan_dmuon.optim.newton_schulz import default_dtype
+    from torchtitan_dmuon.optim.symmetric_matmul.identity import cpu_model
 
     options = {f.name: getattr(rule, f.name) for f in fields(rule)}
     # Rules without Newton-Schulz compute in the dtype of their state.
     dtype = options["ns_dtype"] or default_dtype(device) if "ns_dtype" in options else torch.float32
-    name, workers = cpu_name(), f"{torch.get_num_threads()} threads"
+    name, workers = cpu_model(), f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         name, workers = torch.cuda.get_device_name(device), "one GPU"
     return {
@@ -195,16 +196,6 @@ def describe(rule: MatrixOptimizer, device: torch.device, repeats: int) -> dict[
         "method": f"dmuon costs: median of {repeats} timings of an update after two that warm up; "
         f"one process, {workers}",
     }
-
-
-def cpu_name() -> str:
-    """Return the processor's name, as Linux tells it, and the number of its architecture else."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.M)
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

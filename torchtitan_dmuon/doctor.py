@@ -314,32 +314,29 @@ _LAYOUTS: dict[str, Callable[[Any], list[str]]] = {
 
 
 def _measure(shapes: Sequence[tuple[int | None, int, int]], dtype_name: str | None) -> None:
-    """Choose kernels for the products of a Newton-Schulz of each shape, and say so on stderr."""
+    """Choose kernels for the Newton-Schulz of each shape by running it, and say so on stderr."""
     import torch
 
-    from torchtitan_dmuon.optim.newton_schulz import default_dtype
+    from torchtitan_dmuon.optim.newton_schulz import default_dtype, newton_schulz
     from torchtitan_dmuon.optim.symmetric_matmul import selector
-    from torchtitan_dmuon.optim.symmetric_matmul.backend import Problem
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = default_dtype(device) if dtype_name is None else getattr(torch, dtype_name)
-    for batch, rows, columns in shapes:
-        m, k = sorted((rows, columns))
-        # A tall matrix enters as its transposed view, whose columns are contiguous.
-        sides = "cr" if rows > columns else "rc"
-        # X X^T, polynomials of it, and the last product with X.
-        for problem in (
-            Problem("gram", False, batch, m, k, m, dtype, sides),
-            Problem("product", True, batch, m, m, m, dtype, "rr"),
-            Problem("any", False, batch, m, m, k, dtype, f"r{sides[0]}"),
-        ):
-            print(f"{problem.key} on {device} ... ", end="", file=sys.stderr, flush=True)
-            backend = selector().choose(problem, device)
-            choice = selector().choices(device).get(problem.key)
-            print(_outcome(backend.name, choice), file=sys.stderr)
+    for shape in shapes:
+        sizes = [size for size in shape if size is not None]
+        label = f"{'x'.join(map(str, sizes))} {str(dtype).removeprefix('torch.')} on {device}"
+        print(f"{label} ... ", end="", file=sys.stderr, flush=True)
+        before = selector().choices(device)
+        with torch.no_grad():
+            newton_schulz(torch.randn(sizes, device=device), dtype=dtype)
+        after = selector().choices(device)
+        new = [key for key in after if key not in before]
+        print(f"{len(new)} chosen now" if new else "nothing to choose", file=sys.stderr)
+        for key in new:
+            print(f"  {key}: {_outcome(after[key])}", file=sys.stderr)
 
 
-def _outcome(backend: str, choice: Choice | None) -> str:
-    if choice is None or backend not in choice.seconds:
-        return f"{backend} (not measured)"
-    return f"{backend}, {choice.seconds[backend] * 1000:.3g} ms"
+def _outcome(choice: Choice) -> str:
+    if choice.backend not in choice.seconds:
+        return f"{choice.backend} (not measured)"
+    return f"{choice.backend}, {choice.seconds[choice.backend] * 1000:.3g} ms"

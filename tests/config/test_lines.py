@@ -152,6 +152,12 @@ def test_a_contradicted_line_is_named(write, arguments: list[str], expected: str
             'algorithm = "soap"\nmomentum = 0.9',
             r"job.toml:5: optimizer.momentum: nothing reads it with .* algorithm soap; its options",
         ),
+        (
+            "lr = 0.02",
+            'algorithm = "soap"\nalgorithm_options = { lr = 1.0 }',
+            r"job.toml:5: optimizer.algorithm_options: lr is a key of \[optimizer\]",
+        ),
+        ("lr = 0.02", 'ns_coefficients = "quintc"', r"ns_coefficients: .*did you mean 'quintic'"),
         ("lr = 0.02", "qk_clip = -1.0", r"job.toml:4: optimizer.qk_clip: expected a number >= 0"),
         ("lr = 0.02", "ns_restarts = [0]", r"job.toml:4: optimizer.ns_restarts: expected"),
         (
@@ -261,3 +267,20 @@ def test_parameter_groups_are_checked(write, entry: str, expected: str) -> None:
     """A group names its own line and the option that is wrong."""
     message = _message(write(f"{MODE}\n[[optimizer.param_groups]]\n{entry}\n"))
     assert "job.toml:13: optimizer.param_groups[0]" in message and expected in message
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["quintic"], "quintic"),
+        (["3", "-4.5", "2"], (3.0, -4.5, 2.0)),
+        (["[[1, 2, 3], [4, 5, 6]]"], [(1.0, 2.0, 3.0), (4.0, 5.0, 6.0)]),
+    ],
+    ids=["word", "three", "per step"],
+)
+def test_coefficients_on_the_command_line(write, values: list[str], expected: object) -> None:
+    """A word, three numbers, or a list of three numbers for each step."""
+    job = _load(write(MODE), "--optimizer.ns_coefficients", *values)
+    assert job.config.optimizer.ns_coefficients == expected
+    job = _load(write(MODE), "--optimizer.ns_restarts", "none")
+    assert job.config.optimizer.ns_restarts is None

@@ -291,9 +291,11 @@ class Wrong(MatrixOptimizer):
     how: str = "shape"
 
     def state_shapes(self, rows: int, columns: int) -> Any:
-        return {}
+        return {"x": (-1,)} if self.how == "sizes" else {}
 
     def update(self, gradient: torch.Tensor, state: State) -> torch.Tensor:
+        if self.how == "raises":
+            raise ZeroDivisionError
         if self.how == "writes":
             gradient.mul_(2)
         return {
@@ -315,6 +317,20 @@ def test_a_rule_that_breaks_the_contract_is_stopped_by_name(how: str) -> None:
     with pytest.raises(RuntimeError, match=r"matrix optimizer .*_wrong: .*layers.0") as caught:
         optimizer.step()
     assert ("changed the gradient" in str(caught.value)) == (how == "writes")
+
+
+def test_a_rule_that_fails_is_named_with_the_matrix() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    dedicate(model, None, algorithm=Wrong, cost="model")
+    optimizer = dmuon.OwnerOptimizer(model, Wrong, how="raises")
+    model(torch.randn(4, 6)).square().mean().backward()
+    with pytest.raises(ZeroDivisionError) as caught:
+        optimizer.step()
+    (note,) = caught.value.__notes__
+    assert "layers.0" in note and "wrong" in note
+    with pytest.raises(ValueError, match=r"wrong: state_shapes must give .*got \(-1,\) for x"):
+        dmuon.OwnerOptimizer(Tiny(), Wrong, how="sizes")
 
 
 def test_an_instance_brings_its_options() -> None:

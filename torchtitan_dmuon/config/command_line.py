@@ -98,11 +98,14 @@ def _value(hint: Any, values: list[str], key: str) -> Any:
     if kinds & {list, tuple}:
         if types.NoneType in kinds and values == ["none"]:
             return "none"
+        words = any(get_origin(option) is Literal for option in get_args(hint))
+        if words and len(values) == 1 and isinstance(_scalar(values[0], keep_text=False), str):
+            return values[0]  # one of the words, or meant to be
         text = " ".join(values)
         if text.startswith("["):
             return _scalar(text, keep_text=False)
         items = [item for v in values for item in v.split(",")]
-        return [_scalar(item, keep_text=str in kinds) for item in items]
+        return [_scalar(item, keep_text=str in kinds and not words) for item in items]
     if not values and bool in kinds:
         return True
     if len(values) != 1:

@@ -104,6 +104,9 @@ def _check_algorithm(job: Job) -> None:
             f"{job.at(options)}: options of algorithm muon are keys of [optimizer]: "
             f"{', '.join(MUON_KEYS)}"
         )
+    for key in ("lr", "weight_decay"):
+        if key in o.algorithm_options:
+            raise ConfigError(f"{job.at(options)}: {key} is a key of [optimizer]: optimizer.{key}")
     try:
         find(o.algorithm)
     except ValueError as e:

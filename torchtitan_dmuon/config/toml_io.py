@@ -155,7 +155,9 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: Source) 
             except ConfigError:
                 continue
     expected = " or ".join(describe(a) for a in args)
-    raise ConfigError(f"{source.at(key)}: expected {expected}, got {_show(value)}")
+    words = [str(w) for a in args if get_origin(a) is Literal for w in get_args(a)]
+    close = nearest(value, words) if isinstance(value, str) else ""
+    raise ConfigError(f"{source.at(key)}: expected {expected}, got {_show(value)}{close}")
 
 
 def _build(cls: Any, table: Mapping[str, Any], key: str, source: Source) -> Any:

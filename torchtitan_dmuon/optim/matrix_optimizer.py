@@ -158,6 +158,23 @@ class MatrixOptimizer(ABC):
         return max(sum(t * w for t, w in parts), 0.1 * min(t for t, _ in parts))
 
 
+def checked_shapes(rule: MatrixOptimizer, rows: int, columns: int) -> StateShapes:
+    """Return what `rule.state_shapes` does.
+
+    Raises:
+        ValueError: it is not what it is to be.
+    """
+    shapes = rule.state_shapes(rows, columns)
+    for key, shape in shapes.items():
+        sizes = isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
+        if shape != "elementwise" and not sizes:
+            raise ValueError(
+                f"matrix optimizer {rule.label()}: state_shapes must give 'elementwise' or a tuple "
+                f"of sizes, got {shape!r} for {key}"
+            )
+    return shapes
+
+
 def new_state(
     rule: MatrixOptimizer,
     rows: int,
@@ -171,7 +188,7 @@ def new_state(
         key: torch.zeros(
             (rows, columns) if shape == "elementwise" else shape, device=device, dtype=dtype
         )
-        for key, shape in rule.state_shapes(rows, columns).items()
+        for key, shape in checked_shapes(rule, rows, columns).items()
     }
 
 

@@ -99,7 +99,12 @@ def update_matrices(works: Sequence[MatrixWork]) -> None:
     states = [work.read_state() for work in works]
     gradients = [work.read(work.gradient) for work in works]
     before = [gradient._version for gradient in gradients]
-    updates = works[0].rule.updates(gradients, states)
+    try:
+        updates = works[0].rule.updates(gradients, states)
+    except Exception as error:  # a rule may be anybody's: say where
+        names = ", ".join(work.matrix.name for work in works[:3])
+        error.add_note(f"in the update of {names} by matrix optimizer {works[0].rule.label()}")
+        raise
     _check(works, updates, [g._version for g in gradients] == before)
     for work, update, state in zip(works, updates, states, strict=True):
         work.finish(update, state)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, State
+from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, State, checked_shapes
 from torchtitan_dmuon.optim.saved import SavedState
 from torchtitan_dmuon.ownership import Matrix
 from torchtitan_dmuon.runtime.group import Group, OwnedParameter
@@ -25,7 +25,7 @@ def make(rule: MatrixOptimizer, group: Group, s: Segment) -> State:
     state: State = {}
     # In line B the rank has a shard, and the matrices are the whole parameter's.
     for matrix in s.matrices or entry.matrices:
-        for key, shape in rule.state_shapes(*matrix.shape).items():
+        for key, shape in checked_shapes(rule, *matrix.shape).items():
             if shape == "elementwise":
                 whole = s.numel == entry.numel
                 like = master.view(entry.shape) if whole else master

@@ -237,8 +237,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _refuse_grad_scale(self, value: object) -> None:
         raise NotImplementedError(
-            f"{type(self).__name__}: GradScaler does not reach the gradients at the owners; compute in "
-            "bfloat16"
+            f"{type(self).__name__}: GradScaler does not reach the gradients at the owners; "
+            "compute in bfloat16"
         )
 
     grad_scale = property(fset=_refuse_grad_scale)
