@@ -7,7 +7,6 @@ How it is measured: torchtitan_dmuon/bench/newton_schulz.py.
 from __future__ import annotations
 
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from torchtitan_dmuon.bench.newton_schulz import (
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.costs import parse_shapes
 from torchtitan_dmuon.optim.newton_schulz import uses_gram
+from torchtitan_dmuon.optim.symmetric_matmul.identity import cpu_model
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,9 +142,9 @@ def main() -> None:
         raise SystemExit(2) from None
     dtype, device = DTYPES[name], torch.device(o.device)
     rate = matmul_rate(dtype, device)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
+    where = torch.cuda.get_device_name() if device.type == "cuda" else cpu_model()
     about = {
-        "device": where or platform.machine(),
+        "device": where,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "rounds": o.rounds,

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import torch
 import tyro
 
 from torchtitan_dmuon.optim.newton_schulz import BAND, BAND_FLOOR, newton_schulz, per_step
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt  # the backend is chosen first
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    raise SystemExit("error: needs matplotlib: scripts/setup_env.py --extra docs") from None
 
 ROWS, COLUMNS, SMALLEST = 96, 128, 1e-4
 RUNS = (

@@ -45,6 +45,9 @@ class Options:
 
     dmuon doctor --measure 1536x8960,1536x1536
 
+    On a CPU choices hold for a number of threads: set OMP_NUM_THREADS to those of one rank of the
+    job, which are cores divided by ranks unless the job sets it.
+
     Exit status 0: nothing is broken; 1: something that is installed does not work.
     """
 

@@ -211,7 +211,9 @@ def test_state_of_every_algorithm_moves_between_layouts(
     own = {k: v for k, v in saved.items() if f".{source.algorithm}_" in k and v.any()}
     for part in ("layers.1.attention.qkv.wq.weight", "layers.1.attention.qkv.wk.weight"):
         assert len({v.shape for k, v in own.items() if part in k}) > 1, part
-    assert {v.ndim for k, v in own.items() if ".layers.1.ffn.up" in k} >= {2, 3}
+    kinds = {v.ndim for k, v in own.items() if ".layers.1.ffn.up" in k}
+    # SOAP's moments are in a basis of their matrix: nothing of its is elementwise.
+    assert kinds >= ({0, 2} if source.algorithm == "soap" else {2, 3})
     unbroken, resumed = runs.done[source.name][0], runs.done[_pair(source, target)][0]
     # Eigenvectors of near eigenvalues turn with the last bit of a sum, so not to the last digit.
     assert resumed.losses == pytest.approx(unbroken.losses[HALF:], rel=1e-2)
