@@ -338,9 +338,10 @@ def symmetric_problems(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Prob
     problems: dict[Problem, None] = {}
     for rows, columns in shapes:
         m, k = sorted((rows, columns))
-        # A tall matrix enters as its transposed view, whose columns are contiguous.
-        sides = "cr" if rows > columns else "rc"
-        problems[Problem("gram", False, None, m, k, m, dtype, sides)] = None
+        # A tall matrix enters as its transposed view, whose columns are contiguous; after a restart
+        # it is row-major.
+        for sides in ("cr", "rc") if rows > columns else ("rc",):
+            problems[Problem("gram", False, None, m, k, m, dtype, sides)] = None
         problems[Problem("product", True, None, m, m, m, dtype, "rr")] = None
     return list(problems)
 
