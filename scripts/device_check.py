@@ -379,8 +379,9 @@ PARTS = (
 
 def check_options(options: Options) -> Path:
     """Return the report's path. Raises ConfigError."""
-    if not 1 <= options.minutes <= 60:
-        raise ConfigError(f"--minutes: expected a number from 1 to 60, got {options.minutes}")
+    # The parts need nearly four minutes at least.
+    if not 4 <= options.minutes <= 60:
+        raise ConfigError(f"--minutes: expected a number from 4 to 60, got {options.minutes}")
     path = Path(options.output).absolute()
     if path.suffix != ".json":
         raise ConfigError(f'--output: expected a file that ends in .json, got "{options.output}"')

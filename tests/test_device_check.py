@@ -72,7 +72,7 @@ def _gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "0"], "--minutes: expected a number from 1 to 60, got 0"),
+        (["--minutes", "0"], "--minutes: expected a number from 4 to 60, got 0"),
         (["--output", "x.txt"], '--output: expected a file that ends in .json, got "x.txt"'),
         (["--output", "nowhere/x.json"], "--output: no such folder: "),
         ([], "needs a CUDA GPU (found none); --rehearse runs the same parts on the CPU at toy"),

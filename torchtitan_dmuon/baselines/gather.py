@@ -16,7 +16,9 @@ from torchtitan_dmuon.runtime.layout import Segment
 
 
 @torch.no_grad()
-def gathered_update(group: Group, index: int, momentum: torch.Tensor, rule: MatrixOptimizer) -> int:
+def gathered_update(
+    group: Group, index: int, momentum: torch.Tensor, rule: MatrixOptimizer
+) -> list[MatrixWork]:
     """Update this rank's shard of a parameter with matrices.
 
     Args:
@@ -26,7 +28,7 @@ def gathered_update(group: Group, index: int, momentum: torch.Tensor, rule: Matr
         rule: Of the parameter; its state is the momentum alone.
 
     Returns:
-        The number of matrices orthogonalised here: all of the parameter's.
+        The matrices orthogonalised here: all of the parameter's.
     """
     entry = group.parameters[index]
     shards = [s for s in group.layout.segments if s.parameter == index]
@@ -45,7 +47,7 @@ def gathered_update(group: Group, index: int, momentum: torch.Tensor, rule: Matr
     here = slice(own.start, own.start + own.numel)
     momentum.copy_(full_momentum[here])
     group.masters[own].mul_(1 - float(rule.lr) * rule.weight_decay).add_(gain[here])
-    return len(entry.matrices)
+    return works
 
 
 def _gather_pair(

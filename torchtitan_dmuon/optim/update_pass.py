@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,14 @@ class UpdatePass:
                 group.publish(piece)
                 if mine:
                     self.clock.mark("publish")
-            self.runtime.suspects += [(w.matrix.parameter, w.finite) for w in together]
+            self._note(together)
         self._update_sharded()
         self.clock.mark("elementwise")
         return count
+
+    def _note(self, works: Iterable[MatrixWork]) -> None:
+        """Have the next step's exchange say whose update was not finite."""
+        self.runtime.suspects += [(work.matrix.parameter, work.finite) for work in works]
 
     def _due(
         self, group: Group, piece: Sequence[Segment]
@@ -114,7 +118,9 @@ class UpdatePass:
         for s, entry, options in self._due(group, piece):
             if entry.matrices:
                 momentum = self.state[entry.parameter]["momentum_buffer"].view(-1)
-                count += gathered_update(group, s.parameter, momentum, self._rules[id(options)])
+                works = gathered_update(group, s.parameter, momentum, self._rules[id(options)])
+                self._note(works)
+                count += len(works)
         return count
 
     def _update_small(self, group: Group, piece: Sequence[Segment]) -> None:
