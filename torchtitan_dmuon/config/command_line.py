@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -98,7 +98,8 @@ def _value(hint: Any, values: list[str], key: str) -> Any:
     if kinds & {list, tuple}:
         if types.NoneType in kinds and values == ["none"]:
             return "none"
-        words = any(get_origin(option) is Literal for option in get_args(hint))
+        union = get_origin(hint) in (Union, types.UnionType)
+        words = union and any(get_origin(option) is Literal for option in get_args(hint))
         if words and len(values) == 1 and isinstance(_scalar(values[0], keep_text=False), str):
             return values[0]  # one of the words, or meant to be
         text = " ".join(values)
