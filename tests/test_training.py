@@ -78,6 +78,7 @@ def make_seed(folder: str) -> None:
     trainer.close()
 
 
+@pytest.mark.long
 def test_layouts_train_to_the_same_losses(seed_checkpoint: Path, tmp_path: Path) -> None:
     """DDP, FSDP and HSDP, ZeRO-2 and ZeRO-3, are one algorithm: 6 steps from one seed checkpoint
     agree within 1e-4 relative, and the seed checkpoint is what they start from."""

@@ -231,8 +231,8 @@ def test_the_step_moves_scalars_and_publishes_only(mesh: tuple[int, int], settin
     for log in _logs(mesh)[setting]:
         for step in range(STEPS):
             clip = [call[1:3] for call in log.calls if call[0] == f"{step} clip"]
-            # Norm, and presence and finiteness of each parameter, in float64.
-            assert clip == [("all_reduce", 8 * (1 + 2 * LAYERS))]
+            # Norm, presence, finiteness, and whether the last update was finite, in float64.
+            assert clip == [("all_reduce", 8 * (1 + 3 * LAYERS))]
             during = [call for call in log.calls if call[0] == f"{step} step"]
             names = {call[1] for call in during}
             assert names == ({"broadcast"} if during and rows > 1 else set())
