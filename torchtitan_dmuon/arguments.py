@@ -29,6 +29,11 @@ def expect(name: str, value: Any, valid: Callable[[Any], Any], wanted: str) -> N
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
 
 
+def as_tuples(value: Any) -> Any:
+    """Return lists, which TOML has, as tuples, in depth: options are compared and hashed."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
 def is_count(value: Any, least: int = 0) -> bool:
     """Whether it is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from torchtitan_dmuon.config.schema import Optimizer
+from torchtitan_dmuon.optim.algorithms.muon import MuonRule
 from torchtitan_dmuon.optim.container import typed
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer, find
 
-MUON_KEYS = (
-    "momentum",
-    "nesterov",
-    "ns_steps",
-    "ns_coefficients",
-    "ns_dtype",
-    "ns_method",
-    "ns_restarts",
-    "adjust_lr_fn",
-)
-"""Keys of the section that are options of algorithm "muon" alone."""
+MUON_KEYS = tuple(f.name for f in fields(MuonRule) if f.name not in ("lr", "weight_decay", "eps"))
+"""Keys of the section that are options of algorithm "muon" alone (`eps` there is AdamW's)."""
 
 
 def options_of(o: Optimizer) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from torchtitan_dmuon.arguments import expect, is_size
+from torchtitan_dmuon.arguments import as_tuples, expect, is_size
 
 State = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
@@ -47,11 +47,13 @@ class MatrixOptimizer(ABC):
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the options. Subclasses check theirs and call this.
+        """Make tuples of lists, and check the options. Subclasses call this and check theirs.
 
         Raises:
             ValueError: a value out of range; it names option and range.
         """
+        for f in fields(self):
+            object.__setattr__(self, f.name, as_tuples(getattr(self, f.name)))
         for option in ("lr", "weight_decay"):
             expect(option, getattr(self, option), is_size, "a finite number >= 0")
 

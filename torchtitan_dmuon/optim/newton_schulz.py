@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from torchtitan_dmuon.arguments import as_tuples
 from torchtitan_dmuon.optim.symmetric_matmul import (
     HALF,
     MIN_SYMMETRIC_SIZE,
@@ -103,10 +104,6 @@ def per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
 _per_step = cache(per_step)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
-
-
 def newton_schulz(
     matrix: torch.Tensor,
     *,
@@ -150,7 +147,7 @@ def newton_schulz(
         raise ValueError(f"eps: expected a number > 0, got {eps}")
     if not matrix.numel():
         return matrix.to(dtype)
-    table: tuple[Triple, ...] = _per_step(_hashable(coefficients), steps)
+    table: tuple[Triple, ...] = _per_step(as_tuples(coefficients), steps)
     rows, columns = matrix.shape[-2:]
     x = _normalized(matrix, eps).to(dtype)
     if matrix.ndim > 3:

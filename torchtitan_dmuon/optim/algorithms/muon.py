@@ -61,9 +61,6 @@ class MuonRule(MatrixOptimizer):
 
     def __post_init__(self) -> None:
         MatrixOptimizer.__post_init__(self)
-        # TOML has lists. Groups of options are compared and hashed: tuples throughout.
-        object.__setattr__(self, "ns_coefficients", _tuples(self.ns_coefficients))
-        object.__setattr__(self, "ns_restarts", _tuples(self.ns_restarts))
         for name, valid, wanted in (
             ("momentum", lambda v: is_size(v) and v < 1, "0 <= momentum < 1"),
             ("nesterov", lambda v: isinstance(v, bool), "True or False"),
@@ -137,10 +134,6 @@ class MuonRule(MatrixOptimizer):
 
     def flops(self, rows: int, columns: int) -> float:
         return float(flops(rows, columns, method=self.ns_method, steps=self.ns_steps))
-
-
-def _tuples(value: object) -> object:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

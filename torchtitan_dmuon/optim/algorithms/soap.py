@@ -61,8 +61,6 @@ class SOAP(MatrixOptimizer):
 
     def __post_init__(self) -> None:
         MatrixOptimizer.__post_init__(self)
-        if isinstance(self.betas, list):
-            object.__setattr__(self, "betas", tuple(self.betas))
         for name, valid, wanted in (
             (
                 "betas",
