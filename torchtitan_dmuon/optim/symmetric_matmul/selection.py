@@ -28,6 +28,9 @@ from torchtitan_dmuon.optim.symmetric_matmul.timing import Stopwatch, race, stop
 MIN_SYMMETRIC_SIZE = 256
 """Smallest m that is measured; below it the plain product takes a launch and little more."""
 
+MIN_HALF_SIZE = 32
+"""The same for 16-bit products on CPUs."""
+
 MARGIN = 1.03
 """A backend must be faster than plain by this factor: differences below it are noise."""
 
@@ -86,7 +89,9 @@ class Selector:
             RuntimeError: there is something to choose while a CUDA graph is being captured.
         """
         measurable = device.type in ("cpu", "cuda") and problem.n and 0 not in problem.shape
-        if problem.m < MIN_SYMMETRIC_SIZE or not measurable:
+        # A CPU without units for 16 bits takes tens of times as long natively at any size.
+        halves = device.type == "cpu" and problem.dtype in HALF
+        if not measurable or problem.m < (MIN_HALF_SIZE if halves else MIN_SYMMETRIC_SIZE):
             return self._plain
         candidates = {
             name: backend
