@@ -69,6 +69,7 @@ LEVELS = [
     {"config.optimizer_checks", "config.checkpoint_checks"},
     {"config.checks"},
     {"config.build"},
+    {"planner"},
     {"launch", "train", "bench", "checkpoint.export", "costs", "doctor"},
     {"cli"},
 ]
@@ -81,6 +82,7 @@ def _unit(module: str) -> str:
         "data",
         "models",
         "ownership",
+        "planner",
         "optim.symmetric_matmul",
         "optim.algorithms",
     ):

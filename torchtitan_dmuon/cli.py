@@ -18,6 +18,7 @@ from torchtitan_dmuon.config import toml_io
 from torchtitan_dmuon.config.command_line import keys, parse
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.patching import PatchError
+from torchtitan_dmuon.planner import command as planner
 
 COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]], None]]] = {
     "bench": (bench.Options, bench.run),
@@ -25,6 +26,7 @@ COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]
     "doctor": (doctor.Options, doctor.run),
     "export": (export.ExportOptions, export.run_export),
     "import": (export.ImportOptions, export.run_import),
+    "plan": (planner.Options, planner.run),
 }
 """Of each command its options, and what runs it: (options, job options, all arguments)."""
 

@@ -115,14 +115,16 @@ def _triple(coefficients: object) -> tuple[float, float, float]:
     return QUINTIC
 
 
-def _loss(config: JobConfig, vocab_size: int) -> BaseLoss.Config:
+def build_loss(config: JobConfig, vocab_size: int) -> BaseLoss.Config:
+    """Return the job's loss over a vocabulary."""
     cross_entropy = CrossEntropyLoss.Config(global_vocab_size=vocab_size)
     if config.loss.name == "cross_entropy":
         return cross_entropy
     return ChunkedLossWrapper.Config(num_chunks=config.loss.num_chunks, loss_fn=cross_entropy)
 
 
-def _activation_checkpoint(config: JobConfig) -> ActivationCheckpointing.Config | None:
+def build_activation_checkpoint(config: JobConfig) -> ActivationCheckpointing.Config | None:
+    """Return the job's recomputation; None: there is none."""
     a = config.activation_checkpoint
     common = {
         "preserve_rng_state": a.preserve_rng_state,
@@ -256,13 +258,13 @@ def build(job: Job, device: str) -> Trainer.Config:
             training=config.training,
             parallelism=config.parallelism,
             checkpoint=_checkpoint(config.checkpoint),
-            activation_checkpoint=_activation_checkpoint(config),
+            activation_checkpoint=build_activation_checkpoint(config),
             compile=config.compile,
             comm=config.comm,
             validator=_validator(config),
             debug=config.debug,
             override=config.override,
-            loss=_loss(config, vocab_size),
+            loss=build_loss(config, vocab_size),
         )
         # The model's own checks against the job; the trainer repeats this on the config it builds.
         copy.deepcopy(spec.model).update_from_config(config=result)

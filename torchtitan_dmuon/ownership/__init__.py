@@ -5,7 +5,7 @@ from .cost import CostTable, is_table_name, measure, median, model_cost, shipped
 from .matrices import Matrix, MatrixSpec, Piece, segments
 from .mesh import OwnerMesh
 from .report import ColumnLoad, RankLoad, Summary, summarize
-from .units import SMALL_MATRIX_NUMEL, Layer, LayerParameter, Unit, build_units
+from .units import SMALL_MATRIX_NUMEL, ExpertUnits, Layer, LayerParameter, Unit, build_units
 
 __all__ = [
     "BYTES_PER_ELEMENT",
@@ -13,6 +13,7 @@ __all__ = [
     "Assignment",
     "ColumnLoad",
     "CostTable",
+    "ExpertUnits",
     "Layer",
     "LayerParameter",
     "Matrix",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from .matrices import Matrix, Piece, segments
 
 # A matrix with strictly fewer elements is small: it shares an owner with the others of its layer.
 SMALL_MATRIX_NUMEL = 5_000_000
+
+ExpertUnits = Literal["each", "fused", "small"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,10 @@ class Unit:
 
 
 def build_units(
-    layers: Sequence[Layer], *, small_matrix_numel: int = SMALL_MATRIX_NUMEL
+    layers: Sequence[Layer],
+    *,
+    small_matrix_numel: int = SMALL_MATRIX_NUMEL,
+    expert_units: ExpertUnits = "each",
 ) -> tuple[Unit, ...]:
     """Cut layers into assignment units, in the order of the layers and of their parameters.
 
@@ -90,20 +96,28 @@ def build_units(
     Args:
         layers: Layers in forward order. Layers without parameters give no unit.
         small_matrix_numel: A matrix with strictly fewer elements is small.
+        expert_units: What becomes of the matrices of a stack. "each": a unit each. The others are
+            for comparison (paper C.5, the merged scheme, which can be read in two ways): "fused":
+            all of one stack are a unit; "small": they have no special treatment, so those below the
+            threshold belong to the layer's small unit.
 
     Raises:
-        ValueError: If a parameter's name occurs twice, or `small_matrix_numel` is negative.
+        ValueError: If a parameter's name occurs twice, or an option has a bad value.
     """
     if small_matrix_numel < 0:
         raise ValueError(f"small_matrix_numel must be 0 or more, not {small_matrix_numel}")
+    if expert_units not in get_args(ExpertUnits):
+        raise ValueError(f"expert_units: expected {get_args(ExpertUnits)}, got {expert_units!r}")
     _check_names(layers)
     units: list[Unit] = []
     for index, layer in enumerate(layers):
-        units += _layer_units(index, layer, small_matrix_numel)
+        units += _layer_units(index, layer, small_matrix_numel, expert_units)
     return tuple(units)
 
 
-def _layer_units(index: int, layer: Layer, small_matrix_numel: int) -> list[Unit]:
+def _layer_units(
+    index: int, layer: Layer, small_matrix_numel: int, expert_units: ExpertUnits
+) -> list[Unit]:
     small: list[Matrix] = []
     riders = [p for p in layer.parameters if not p.matrices]
     # Position in parameter order of each unit's first member, which orders the units.
@@ -114,9 +128,13 @@ def _layer_units(index: int, layer: Layer, small_matrix_numel: int) -> list[Unit
         position += 1
         if not parameter.matrices and rider_at < 0:
             rider_at = position
+        stacked = any(m.stacked for m in parameter.matrices)
+        if stacked and expert_units == "fused":
+            placed.append((position, Unit(index, parameter.matrices)))
+            continue
         for piece in segments(parameter.matrices):
             position += 1
-            if _is_small(piece, small_matrix_numel):
+            if _is_small(piece, small_matrix_numel, expert_units):
                 small_at = position if not small else small_at
                 small += piece.matrices
             else:
@@ -129,8 +147,9 @@ def _layer_units(index: int, layer: Layer, small_matrix_numel: int) -> list[Unit
     return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
 
 
-def _is_small(piece: Piece, small_matrix_numel: int) -> bool:
-    return all(not m.stacked and m.numel < small_matrix_numel for m in piece.matrices)
+def _is_small(piece: Piece, small_matrix_numel: int, expert_units: ExpertUnits) -> bool:
+    special = expert_units == "each"
+    return all(not (special and m.stacked) and m.numel < small_matrix_numel for m in piece.matrices)
 
 
 def _check_names(layers: Iterable[Layer]) -> None:
