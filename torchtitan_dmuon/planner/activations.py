@@ -167,10 +167,11 @@ def measure_layer(layer: nn.Module, hidden: torch.Tensor, *inputs: Any) -> Layer
     meter.leave_out([hidden, *given, *layer.parameters(), *layer.buffers()])
     try:
         with _as_on_a_gpu(), meter:
-            out = layer(hidden, *inputs)
+            # Layers with experts return their load too.
+            outputs = [x for x in tree_leaves(layer(hidden, *inputs)) if x.requires_grad]
             saved, forward = meter.live, meter.peak
             meter.reset_peak()
-            out.backward(torch.empty_like(out))
+            torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
         return LayerBytes(saved, forward, meter.peak)
     finally:
         hooks()

@@ -153,9 +153,7 @@ class _Planner:
             rails=self._rails(),
             state_bytes=_ratio(self.shares.state()),
             master_bytes=_ratio(self.shares.masters()),
-            owner_window_bytes=_ratio(
-                self.shares.window(), among=[x > 0 for x in self.shares.window()]
-            ),
+            owner_window_bytes=_ratio(self.shares.window(), owners_only=True),
             leader_copy_bytes=_ratio(self.shares.copies()),
             traffic=self._traffic(),
             memory_gib=memory,
@@ -217,6 +215,8 @@ class _Planner:
             expert_units=s.expert_units,
         )
         method = self._method()
+        if self.mode != "owner":
+            method = "round_robin"  # nothing is owned: only units and times are asked for
         return assign(
             units,
             self.mesh,
@@ -286,18 +286,14 @@ class _Planner:
         reduced = self.shares.window() if self.pooled else self.shares.reduced()
         totals = [sum(x) for x in zip(masters, state, copies, reduced, strict=True)]
         heaviest = totals.index(max(totals))
-        rest_masters, rest_state = (
-            self.shares.rest(MASTER_BYTES),
-            self.shares.rest(self.shares.adam_bytes),
-        )
+        shares = self.shares
+        largest = max((m.numel for m in self.matrices), default=0)
         owned = Owned(
-            masters=masters[heaviest] - rest_masters,
-            state=state[heaviest] - rest_state,
+            masters=masters[heaviest] - shares.rest(MASTER_BYTES),
+            state=state[heaviest] - shares.rest(shares.adam_bytes),
             copies=copies[heaviest],
             reduced=max(reduced) if self.pooled else reduced[heaviest],
-            work=WORK_BYTES * max((m.numel for m in self.matrices), default=0)
-            if self.rule
-            else 0.0,
+            work=WORK_BYTES * largest if self.rule else 0.0,
         )
         layout = Layout(
             mode=self.mode,

@@ -43,7 +43,7 @@ class Setting:
 def mesh_of(config: JobConfig, ranks: int) -> OwnerMesh:
     """Return the mesh that a job has on a number of ranks.
 
-    One replica stays one (FSDP); with several, the shard degree stays and the replicas follow.
+    One replica stays one (FSDP); else the shard degree stays, and the replicas follow.
 
     Raises:
         ConfigError: the ranks do not divide.
@@ -59,7 +59,7 @@ def mesh_of(config: JobConfig, ranks: int) -> OwnerMesh:
     if replicate == 1:
         return OwnerMesh(1, ranks)
     if shard == -1:
-        if ranks % replicate:
+        if replicate < 1 or ranks % replicate:
             raise ConfigError(f"parallelism: {ranks} ranks are not a multiple of {replicate}")
         shard = ranks // replicate
     if ranks % shard:
