@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 2**20
 
+_OPEN_NODES = 2
+"""Nodes of a job whose degrees fit any number of them."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Options:
@@ -38,7 +41,7 @@ class Options:
     """Job config: a path, or a file of train_configs/."""
 
     nodes: int = 0
-    """Nodes. 0: as many as the config's degrees need."""
+    """Nodes. 0: as many as the config's degrees need; 2 where they leave it open."""
 
     gpus_per_node: int = 8
     """GPUs of a node."""
@@ -115,7 +118,7 @@ def setting_of(options: Options, job: Job) -> Setting:
         )
     nodes = options.nodes
     if not nodes:
-        ranks = degrees(job) or per_node
+        ranks = degrees(job) or _OPEN_NODES * per_node
         nodes, per_node = max(1, ranks // per_node), min(ranks, per_node)
     if nodes * per_node > _MOST_RANKS:
         raise ConfigError(f"--nodes {nodes}: more than {_MOST_RANKS} GPUs are not planned")
@@ -146,6 +149,41 @@ def plan_job(job: Job, setting: Setting) -> Plan:
         raise
     except (ValueError, OSError) as e:
         raise ConfigError(f"{job.path}: {' '.join(str(e).split())}") from e
+
+
+def plan_here(job: Job, world_size: int, ranks_per_node: int, kind: str) -> Plan:
+    """Return the plan of a job on the machine that it runs on.
+
+    Args:
+        job: With degrees that fit.
+        world_size: All ranks.
+        ranks_per_node: Ranks of a node.
+        kind: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: it cannot be planned.
+    """
+    from torchtitan_dmuon.planner.devices import this_device
+    from torchtitan_dmuon.planner.setting import Setting
+
+    per_node = min(ranks_per_node, world_size)
+    setting = Setting(
+        nodes=max(1, world_size // per_node),
+        gpus_per_node=per_node,
+        device=this_device(kind, per_node),
+        byte_cap=job.config.parallelism.byte_cap,
+    )
+    return plan_job(job, setting)
+
+
+def line_for_log(job: Job, world_size: int, ranks_per_node: int, kind: str) -> str:
+    """Return the plan in one line, or why there is none: a job does not need one."""
+    from torchtitan_dmuon.planner.text import one_line
+
+    try:
+        return f"plan: {one_line(plan_here(job, world_size, ranks_per_node, kind))}"
+    except ConfigError as e:
+        return f"plan: none ({e})"
 
 
 def run(options: Options, job_options: list[str], arguments: list[str]) -> None:

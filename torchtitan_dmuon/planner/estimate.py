@@ -230,25 +230,25 @@ class _Planner:
         )
 
     def _cost(self) -> CostTable:
-        """The cost table: the one asked for, or the device's if it has every shape."""
+        """The cost table: the one asked for, the job's, or the device's if it has every shape."""
         rule = self.rule or MuonRule()
-        shapes = [m.shape for m in self.matrices]
-        if self.setting.cost and self.setting.cost != "model":
-            table = CostTable.load(self.setting.cost)
-            table.check(self.matrices, rule.label())
-            return table
-        name = self.setting.device.cost
-        if not self.setting.cost and name != "model":
+        asked, own = self.setting.cost, self.config.parallelism.owner_cost
+        if not asked and self.mode != "fsdp" and own != "measured":
+            asked = own
+        name = asked or self.setting.device.cost
+        if name != "model":
             table = CostTable.load(name)
             try:
                 table.check(self.matrices, rule.label())
                 return table
             except ValueError:
+                if asked:
+                    raise
                 self.assumptions.append(
                     f"Times are a formula's: the table {name} does not have this job's shapes or "
                     "algorithm."
                 )
-        return model_cost(shapes, rule.flops, rule.label())
+        return model_cost([m.shape for m in self.matrices], rule.flops, rule.label())
 
     def _ns_time(self) -> NsTime:
         s = self.summary

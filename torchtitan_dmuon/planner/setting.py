@@ -26,7 +26,7 @@ class Setting:
         expert_units: What becomes of a stack's matrices.
         column_balance: Whether columns come first. If not, ranks are tried column by column.
         layer_spreading: Whether a layer's units go to different ranks.
-        cost: Cost table: name, path, "model"; empty: the device's.
+        cost: Cost table: name, path, "model"; empty: the job's, or the device's if it measures.
     """
 
     nodes: int

@@ -42,7 +42,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{c.device_name} (mesh {c.rows} x {c.columns})"
     )
     yield (
-        f"{m.parameters / 1e9:.2f}B parameters in {plan.groups} groups; {plan.tokens_per_gpu:,} "
+        f"{_count(m.parameters)} parameters in {plan.groups} groups; {plan.tokens_per_gpu:,} "
         f"tokens per GPU and micro-batch (sequences of {plan.seq_len:,}); recomputation: "
         f"{plan.recompute}"
     )
@@ -52,8 +52,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _traffic(plan)
     yield ""
-    verdict = "fits" if plan.fits else "does NOT fit"
-    yield f"{verdict}: {plan.headroom_gib:.1f} GiB of {c.memory_gib:.1f} GiB left"
+    left = abs(plan.headroom_gib)
+    verdict = f"fits: {left:.1f} GiB" if plan.fits else f"does NOT fit: {left:.1f} GiB too much"
+    yield f"{verdict}{' left' if plan.fits else ''} of {c.memory_gib:.1f} GiB"
     yield from (f"  {line}" for line in plan.advice)
     yield ""
     yield "rests on:"
@@ -140,6 +141,10 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 def _what(plan: Plan) -> str:
     return "rank" if plan.cluster.device == "cpu" else "GPU"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e8 else f"{number / 1e6:.2f}M"
 
 
 def _size(bytes_: float) -> str:
