@@ -64,7 +64,7 @@ LEVELS = [
     {"checkpoint.manager"},
     {"config.schema"},
     {"config.toml_io", "config.data_source", "parallelize"},
-    {"config.command_line", "config.lines", "trainer"},
+    {"config.command_line", "config.lines", "config.smoke", "trainer"},
     {"config.manager", "config.algorithm"},
     {"config.optimizer_checks", "config.checkpoint_checks"},
     {"config.checks"},

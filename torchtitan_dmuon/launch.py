@@ -120,6 +120,8 @@ def find_cluster(job: Job) -> Cluster:
 
 
 def _ranks_per_node(job: Job, nodes: int, gpus: int) -> int:
+    if job.smoke is not None:
+        return _smoke_ranks(job, nodes)
     if "NGPU" in os.environ:
         ranks = _whole_number("NGPU", 0)
         if ranks < 1:
@@ -128,7 +130,7 @@ def _ranks_per_node(job: Job, nodes: int, gpus: int) -> int:
     from torchtitan_dmuon.config.checks import degrees
 
     fixed = degrees(job)
-    if fixed is None:  # data_parallel_shard_degree = -1 takes whatever there is
+    if fixed is None:  # an open degree (-1) takes whatever there is
         return max(gpus, 1)
     if fixed % nodes:
         raise ConfigError(
@@ -136,6 +138,16 @@ def _ranks_per_node(job: Job, nodes: int, gpus: int) -> int:
             "nodes do not divide; set NGPU or change a degree"
         )
     return fixed // nodes
+
+
+def _smoke_ranks(job: Job, nodes: int) -> int:
+    """Ranks of a smoke run, whatever NGPU says: it may be there for the job itself."""
+    from torchtitan_dmuon.config.checks import degrees
+    from torchtitan_dmuon.config.smoke import RANKS
+
+    if nodes > 1:
+        raise ConfigError(f"--smoke: runs on one node, but NNODES={nodes} (environment)")
+    return degrees(job) or RANKS
 
 
 def _launch_config(cluster: Cluster, logs: Path, max_restarts: int) -> LaunchConfig:
@@ -345,15 +357,26 @@ def run(arguments: list[str]) -> int:
     require_patched_torchtitan()
     # Imported late: these import torchtitan, whose version and patches come first.
     from torchtitan_dmuon.config.build import build, prepare_data
-    from torchtitan_dmuon.config.checks import check, model_parallel
+    from torchtitan_dmuon.config.checks import check, model_parallel, with_degrees
     from torchtitan_dmuon.config.manager import load_job, print_config
 
     job = load_job(arguments)
     if job.print_config:
         print_config(job.config)
         return 0
+    for line in job.smoke or ():
+        print(line)
+    if job.plan and job.config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--plan: plans for this machine, which has no GPU; for a cluster: dmuon plan "
+            f"{job.path} --nodes N"
+        )
     cluster = find_cluster(job)
+    job = with_degrees(job, cluster.world_size)
+    fits = not job.plan or _plan(job, cluster)
     check(job, cluster.world_size, cluster.device)
+    if job.plan:
+        return 0 if fits else 1
     if cluster.node == 0:
         _check_checkpoint_folder(job)
     config = build(job, cluster.device)
@@ -379,6 +402,16 @@ def run(arguments: list[str]) -> int:
     # The agent reports what happened through exceptions; its log lines only repeat it.
     logging.disable(logging.CRITICAL)
     return _train(job, cluster, logs, arguments)
+
+
+def _plan(job: Job, cluster: Cluster) -> bool:
+    """Print what the job would cost on this machine. Returns whether it fits."""
+    from torchtitan_dmuon.planner.command import plan_here
+    from torchtitan_dmuon.planner.text import report
+
+    plan = plan_here(job, cluster.world_size, cluster.ranks_per_node, cluster.device)
+    print(report(plan))
+    return plan.fits
 
 
 def _train(job: Job, cluster: Cluster, logs: Path, arguments: list[str]) -> int:

@@ -50,8 +50,10 @@ def _alone() -> None:
         os.environ.setdefault(name, value)
 
 
-def resolve(arguments: list[str], rank: int) -> Trainer.Config | None:
-    """Return the checked config, or None if it was only to be printed.
+def resolve(arguments: list[str], rank: int) -> tuple[Trainer.Config, str] | None:
+    """Return the checked config and, on rank 0, the job's plan in a line.
+
+    None if the config was only to be printed.
 
     Raises:
         ConfigError: before any process group is made.
@@ -60,24 +62,31 @@ def resolve(arguments: list[str], rank: int) -> Trainer.Config | None:
     from torchtitan.tools.utils import device_type
 
     from torchtitan_dmuon.config.build import build
-    from torchtitan_dmuon.config.checks import check
+    from torchtitan_dmuon.config.checks import check, with_degrees
     from torchtitan_dmuon.config.manager import load_job, print_config
+    from torchtitan_dmuon.planner.command import line_for_log
 
     job = load_job(arguments, quiet=rank != 0)
     if job.print_config:
         if rank == 0:
             print_config(job.config)
         return None
-    check(job, int(os.environ["WORLD_SIZE"]), device_type)
-    return build(job, device_type)
+    world_size = int(os.environ["WORLD_SIZE"])
+    job = with_degrees(job, world_size)
+    check(job, world_size, device_type)
+    config = build(job, device_type)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return config, line_for_log(job, world_size, local, device_type) if rank == 0 else ""
 
 
-def train(config: Trainer.Config, rank: int) -> None:
-    """Train on this rank."""
+def train(config: Trainer.Config, rank: int, plan: str = "") -> None:
+    """Train on this rank; `plan` is what the job is expected to cost, for its log."""
     import torch
     from torchtitan.observability import structured_logger
 
     log_to_file(Path(config.dump_folder, "logs"), rank)
+    if plan:
+        logger.info(plan)
     structured_logger.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,
@@ -150,10 +159,10 @@ def _meet_anew() -> None:
 def run(arguments: list[str], rank: int) -> None:
     """Train a job. An error is recorded for the launcher, which decides what to show."""
     require_patched_torchtitan()
-    config = resolve(arguments, rank)
-    if config is not None:
+    resolved = resolve(arguments, rank)
+    if resolved is not None:
         _meet_anew()
-        train(config, rank)
+        train(resolved[0], rank, resolved[1])
 
 
 def _end_with_parent() -> None:

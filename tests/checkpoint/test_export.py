@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.qwen3 import qwen3_configs
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.checkpoint.conftest import Dmuon
 from tests.worlds import RankFailed, run_world
-from torchtitan_dmuon import cli
 from torchtitan_dmuon.checkpoint.archive import Archive, ArchiveReader, ArchiveWriter
 from torchtitan_dmuon.checkpoint.export import find_archive, parse_size
 from torchtitan_dmuon.checkpoint.folder import CheckpointFolder
@@ -37,7 +36,6 @@ from torchtitan_dmuon.models.registry import get_model_spec
 
 ATOL = 1e-5
 TEXT = "def f(x):\n    return x <|endoftext|> # ü"
-Dmuon = Callable[..., tuple[int, str, str]]
 
 TIED = Qwen2_5Size(
     dim=48,
@@ -75,19 +73,6 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(configs, "small", small)
     monkeypatch.setitem(QWEN2_5_SIZES, "tied", TIED)
     monkeypatch.setitem(QWEN2_5_SIZES, "many", MANY)
-
-
-@pytest.fixture
-def dmuon(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Dmuon:
-    """Run a command; return status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["dmuon", *map(str, arguments)])
-        capfd.readouterr()
-        status = cli.main()
-        return status, *capfd.readouterr()
-
-    return run
 
 
 def build_trainer(arguments: list[str]) -> Any:
@@ -248,15 +233,17 @@ def test_a_job_with_owners_goes_to_transformers_and_back(
 
 
 @pytest.mark.parametrize(
-    ("name", "flavor"), [("llama3", "small"), ("qwen3", "small"), ("qwen2_5", "tied")]
+    ("name", "flavor"),
+    [("llama3", "small"), ("qwen3", "small"), ("qwen2_5", "tied"), ("qwen_moe", "debug")],
 )
 def test_every_family_round_trips(name: str, flavor: str, dmuon: Dmuon, tmp_path: Path) -> None:
-    """Fused, permuted and tied weights: the same logits in transformers, the same bits back."""
+    """Fused, permuted, tied and stacked weights: transformers has the same logits, and the same
+    bits come back."""
     state = random_state(name, flavor)
     path = checkpoint(tmp_path / "jobs", name, flavor, state)
     assert dmuon("export", path, "--to", tmp_path / "hf")[0] == 0
     assert ("lm_head.weight" in load_file(tmp_path / "hf" / "model.safetensors")) == (
-        name == "llama3"
+        name in ("llama3", "qwen_moe")
     )
     ours = logits(name, flavor, state)
     assert ours.std() > 0.1
@@ -321,7 +308,7 @@ def test_a_checkpoint_of_torchtitan_needs_the_job_config(dmuon: Dmuon, tmp_path:
     assert status == 0, err
     assert "no tokenizer" in out
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) == {
-        name for name, _ in HFModel.of("qwen2_5", "tied").hf.values()
+        name for parts in HFModel.of("qwen2_5", "tied").hf.values() for name in parts
     }
     _refused(
         dmuon("export", path, "--to", tmp_path / "x", "--config", "debug.toml"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_dmuon.config.build import build
-from torchtitan_dmuon.config.checks import check
+from torchtitan_dmuon.config.checks import check, with_degrees
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import CONFIG_FOLDER, load_job, print_config
 from torchtitan_dmuon.config.schema import torch_knows_spmd_types
@@ -94,6 +94,22 @@ def test_print_config_loads_back_to_the_same(write, tmp_path: Path, capsys) -> N
     assert load_job(["--config", str(printed)]).config == first
 
 
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (4, 2), (10, 5)])
+def test_the_rows_of_hsdp_follow_the_cluster(write, ranks: int, rows: int) -> None:
+    """A replicate degree of -1 is all that is left beside the shard degree, as torchtitan needs it;
+    ranks that do not divide are refused, and a job without -1 stays as it is."""
+    path = write(JOB.replace("replicate_degree = 2", "replicate_degree = -1"))
+    job = with_degrees(load_job(["--config", path]), ranks)
+    check(job, ranks, "cpu")
+    assert job.config.parallelism.data_parallel_replicate_degree == rows
+    assert build(job, "cpu").parallelism.data_parallel_replicate_degree == rows
+    job = with_degrees(load_job(["--config", path]), ranks + 1)
+    with pytest.raises(ConfigError, match="ranks are not a multiple of 2, the product of"):
+        check(job, ranks + 1, "cpu")
+    fixed = load_job(["--config", write(JOB)])
+    assert with_degrees(fixed, ranks) is fixed
+
+
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
@@ -110,7 +126,12 @@ def test_print_config_loads_back_to_the_same(write, tmp_path: Path, capsys) -> N
         ("[model]", "steps = 3\n[model]", r"job.toml:3: steps: .*belongs in \[training\]"),
         ("[model]", "[model.extra]\nx = 1\n[model]", r"job.toml:3: model.extra: unknown section"),
         ("seq_len = 64", "seq_len = 99999", r"training.seq_len: 99999 is more than the 32768"),
-        ("degree = 2", "degree = 0", r"expected at least 1, got 0"),
+        ("degree = 2", "degree = 0", r"expected at least 1, or -1 for all that is left, got 0"),
+        (
+            "degree = 2",
+            "degree = -1",
+            r"job.toml:12: .*replicate_degree: only one degree can be -1",
+        ),
         ("replicate_degree = 2", "replicate_degree = 3", r"need 6 ranks.*job has 4.*NGPU=6"),
         ("lr = 3e-3", "betas = [0.9]", r"optimizer.betas: expected 2 values, got 1"),
         ("lr = 3e-3", "betas = [0.9, 1.0]", r"optimizer.betas: expected 0 <= beta < 1, got 1.0"),

@@ -25,6 +25,8 @@ adamw_betas = [0.9, 0.97]
 adamw_weight_decay = 0.05
 """
 
+TRAINED = [line for line in LINES if line != "D"]
+
 MODE = JOB.replace('line = "C"\n', "") + 'name = "DMuon"\n[parallelism]\nmode = "owner"\n'
 
 
@@ -55,7 +57,7 @@ def _message(path: str, *arguments: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", TRAINED)
 def test_a_line_sets_mode_and_optimizer(write, line: str) -> None:
     """The command line switches a job that is written for line C, whatever its base says."""
     config = _load(write(JOB), "--line", line).config
@@ -71,13 +73,26 @@ def test_line_a_takes_the_adamw_settings(write) -> None:
     assert (o.lr, o.weight_decay, o.adamw_lr) == (0.02, 0.1, 3e-4)
 
 
-@pytest.mark.parametrize("line", ["", *LINES])
+@pytest.mark.parametrize("line", ["", *TRAINED])
 def test_a_resolved_line_loads_back(write, tmp_path: Path, capsys, line: str) -> None:
     """--print-config of each line is a job that resolves to the same and passes every check."""
     text = JOB if line else MODE
     first = load_job(["--config", write(text), *(["--line", line] if line else [])]).config
     print_config(first)
     assert _load(write(capsys.readouterr().out, "printed.toml")).config == first
+
+
+def test_line_d_resolves_without_training(write, tmp_path: Path, capsys) -> None:
+    """Line D is owners with communication operators: it resolves, prints and loads back, and a job
+    of line D trains on the others, which have c10d."""
+    text = JOB.replace('line = "C"', 'line = "D"')
+    config = load_job(["--config", write(text)]).config
+    p = config.parallelism
+    assert (p.mode, p.communication, config.optimizer.name) == ("owner", "operators", "DMuon")
+    print_config(config)
+    assert load_job(["--config", write(capsys.readouterr().out, "printed.toml")]).config == config
+    for line in TRAINED:
+        assert _load(write(text), "--line", line).config.parallelism.communication == "c10d"
 
 
 def test_modes_without_a_line(write) -> None:
@@ -98,7 +113,12 @@ def test_modes_without_a_line(write) -> None:
     [
         (["--parallelism.mode", "fsdp"], r'^--parallelism.mode: "fsdp" contradicts line = "C"'),
         (["--optimizer.name", "AdamW"], r'^--optimizer.name: "AdamW" contradicts.*"DMuon"'),
-        (["--line", "D"], r'--line: "D" .* is not one of "", "A", "B", "C", "torch"'),
+        (
+            ["--parallelism.communication", "operators"],
+            r'^--parallelism.communication: "operators" contradicts line = "C", .* "c10d"',
+        ),
+        (["--line", "E"], r'--line: "E" .* is not one of "", "A", "B", "C", "D", "torch"'),
+        (["--line", "D"], r'^--line: line "D" .* not trained with: .* not in this .*: --line C$'),
     ],
 )
 def test_a_contradicted_line_is_named(write, arguments: list[str], expected: str) -> None:
@@ -192,8 +212,13 @@ def test_a_contradicted_line_is_named(write, arguments: list[str], expected: str
         ),
         (
             'mode = "owner"',
+            'mode = "owner"\ncommunication = "operator"',
+            r"job.toml:12: parallelism.communication: .*not one of .c10d.*did you mean 'operators'",
+        ),
+        (
+            'mode = "owner"',
             'mode = "owner"\ncommunication = "operators"',
-            r"job.toml:12: parallelism.communication: .*is not one of .c10d.",
+            r'job.toml:12: parallelism.communication: "operators" can be planned .* --line C',
         ),
         (
             'mode = "owner"',

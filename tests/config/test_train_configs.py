@@ -9,18 +9,26 @@ from pathlib import Path
 import pytest
 
 from torchtitan_dmuon.config.build import build
-from torchtitan_dmuon.config.checks import check
+from torchtitan_dmuon.config.checks import check, with_degrees
+from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.lines import LINES
 from torchtitan_dmuon.config.manager import CONFIG_FOLDER, Job, load_job
 
 DEBUG = ["ddp", "fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
-QWEN = {
-    "qwen1.5b": ("1.5B", 6, 4096, ["fsdp_z2", "fsdp_z3", "hsdp_z2"]),
-    "qwen7b": ("7B", 4, 2560, ["fsdp_z2", "fsdp_z3", "hsdp_z2"]),
-    "qwen32b": ("32B", 4, 4096, ["fsdp_z3", "hsdp_z3"]),
+
+ALL_LAYOUTS = ["fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
+MODELS = {
+    # The paper's Table 1: micro-batch, sequence length under FSDP and under HSDP, layouts.
+    "qwen1.5b": ("qwen2_5", "1.5B", 6, 4096, 4096, ["fsdp_z2", "fsdp_z3", "hsdp_z2"]),
+    "qwen7b": ("qwen2_5", "7B", 4, 2560, 2048, ["fsdp_z2", "fsdp_z3", "hsdp_z2"]),
+    "qwen32b": ("qwen2_5", "32B", 4, 4096, 4096, ["fsdp_z3", "hsdp_z3"]),
+    "qwen_moe": ("qwen_moe", "A2.7B", 4, 2560, 2048, ["fsdp_z3", "hsdp_z3"]),
+    # Not in the paper.
+    "llama3b": ("llama3", "3.2-3B", 4, 2560, 2560, ALL_LAYOUTS),
+    "llama8b": ("llama3", "3.1-8B", 4, 2560, 2048, ALL_LAYOUTS),
 }
-"""Flavor, micro-batch, sequence length and layouts of the paper's Table 1."""
-RUNS = [(model, layout) for model, row in QWEN.items() for layout in row[3]]
+RUNS = [(model, layout) for model, row in MODELS.items() for layout in row[5]]
+TRAINED = [line for line in LINES if line != "D"]
 
 
 def _on_cpu(job: Job) -> Job:
@@ -34,15 +42,15 @@ def _on_cpu(job: Job) -> Job:
 def test_no_file_is_left_out() -> None:
     """The shipped jobs are exactly the ones tested here and the debug jobs without owners."""
     names = {p.stem for p in CONFIG_FOLDER.glob("*.toml")}
-    expected = {*QWEN, *(f"{model}_{layout}" for model, layout in RUNS)}
-    expected |= {"debug", "debug_owner", "bench_cpu"}
+    expected = {*MODELS, *(f"{model}_{layout}" for model, layout in RUNS)}
+    expected |= {"pretrain", "debug", "debug_owner", "debug_qwen_moe", "bench_cpu"}
     expected |= {f"debug_{layout}" for layout in DEBUG}
     expected |= {f"debug_owner_{layout}" for layout in DEBUG}
     assert names == expected
 
 
 @pytest.mark.parametrize("layout", DEBUG)
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", TRAINED)
 def test_debug_jobs_run_every_line(layout: str, line: str) -> None:
     """An owner job differs from the job it is named after by the line alone; all lines check."""
     owner = load_job(["--config", f"debug_owner_{layout}.toml"]).config
@@ -61,24 +69,45 @@ def test_debug_jobs_run_every_line(layout: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), RUNS)
-@pytest.mark.parametrize("line", LINES)
-def test_qwen_jobs_are_the_papers(model: str, layout: str, line: str) -> None:
-    """Model, batch, sequence and layout are those of Table 1, for every line; 16 ranks fit."""
-    flavor, batch, seq_len, _ = QWEN[model]
-    if (model, layout) == ("qwen7b", "hsdp_z2"):
-        seq_len = 2048
-    job = load_job(["--config", f"{model}_{layout}.toml", "--line", line])
-    c = job.config
-    assert (c.model.name, c.model.flavor) == ("qwen2_5", flavor)
-    assert (c.training.local_batch_size, c.training.seq_len) == (batch, seq_len)
+def test_full_size_jobs_are_what_their_names_say(model: str, layout: str) -> None:
+    """Model, batch, sequence, mesh and resharding are those of the name and of Table 1."""
+    name, flavor, batch, fsdp_seq_len, hsdp_seq_len, _ = MODELS[model]
+    job = load_job(["--config", f"{model}_{layout}.toml"])
+    c, p = job.config, job.config.parallelism
+    hsdp = layout.startswith("hsdp")
+    assert (c.model.name, c.model.flavor) == (name, flavor)
+    assert c.training.local_batch_size == batch
+    assert c.training.seq_len == (hsdp_seq_len if hsdp else fsdp_seq_len)
     assert c.training.mixed_precision_param == c.training.mixed_precision_reduce == "bfloat16"
     assert c.training.dtype == "float32"
     assert (c.activation_checkpoint.mode == "full") == (model == "qwen32b")
-    p = c.parallelism
-    assert p.mode == LINES[line].mode
     assert p.fsdp_reshard_after_forward == ("always" if layout.endswith("z3") else "never")
     mesh = (p.data_parallel_replicate_degree, p.data_parallel_shard_degree)
-    assert mesh == ((2, 8) if layout.startswith("hsdp") else (1, -1))
+    assert mesh == ((-1, 8) if hsdp else (1, -1))
     assert Path(c.dump_folder).name == f"{model}_{layout}"
-    check(_on_cpu(job), 16, "cpu")
-    build(_on_cpu(job), "cpu")
+    assert (c.line, c.device) == ("C", "cuda")
+
+
+@pytest.mark.parametrize(("model", "layout"), RUNS)
+@pytest.mark.parametrize("line", LINES)
+def test_full_size_jobs_resolve_on_every_line(model: str, layout: str, line: str) -> None:
+    """One key switches mode, optimizer and communication; on 24 ranks HSDP has three rows."""
+    job = load_job(["--config", f"{model}_{layout}.toml", "--line", line])
+    p, o = job.config.parallelism, job.config.optimizer
+    wanted = LINES[line]  # type: ignore[index]
+    assert (p.mode, o.name) == (wanted.mode, wanted.optimizer)
+    assert p.communication == wanted.communication
+    job = with_degrees(_on_cpu(job), 24)
+    mesh = job.config.parallelism
+    if layout.startswith("hsdp"):
+        assert (mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree) == (3, 8)
+    if line == "D":
+        with pytest.raises(ConfigError, match=r"not in this version.*--line C"):
+            check(job, 24, "cpu")
+        return
+    if (model, line) == ("qwen_moe", "torch"):
+        with pytest.raises(ConfigError, match="keeps its experts in 3-D stacks"):
+            check(job, 24, "cpu")
+        return
+    check(job, 24, "cpu")
+    build(job, "cpu")

@@ -37,5 +37,48 @@ def test_configs_that_compute_something_else_differ() -> None:
 
 def test_models_without_a_hugging_face_form_are_refused() -> None:
     """Experts are said to be the reason."""
-    with pytest.raises(ConfigError, match="only dense models"):
+    with pytest.raises(ConfigError, match="of models with experts only qwen_moe"):
         hf_config("qwen3", get_model_spec("qwen3", "debugmodel_moe", attn_backend="sdpa").model)
+
+
+def test_experts_are_compared_as_published() -> None:
+    """The config on the hub is that of A2.7B; how experts are chosen shows in no shape."""
+    ours = hf_config("qwen_moe", get_model_spec("qwen_moe", "A2.7B", attn_backend="sdpa").model)
+    published = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    assert hf_differences(ours, published) == []
+    assert {k: ours[k] for k in published.keys() - {"intermediate_size"}} == {
+        k: v for k, v in published.items() if k != "intermediate_size"
+    }
+    for changes in (
+        {"num_experts_per_tok": 2},
+        {"norm_topk_prob": True},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [0]},
+        {"use_sliding_window": True},
+        {"qkv_bias": False},
+    ):
+        (difference,) = hf_differences(ours, {**published, **changes})
+        assert difference.startswith(f"{next(iter(changes))} is ")

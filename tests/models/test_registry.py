@@ -9,10 +9,11 @@ from torchtitan_dmuon.models.registry import get_model_spec, model_flavors, mode
 
 def test_names_and_flavors_are_listed() -> None:
     """Every supported model and flavor can be discovered, torchtitan's own included."""
-    assert model_names() == ["llama3", "qwen2_5", "qwen3"]
+    assert model_names() == ["llama3", "qwen2_5", "qwen3", "qwen_moe"]
     assert model_flavors("qwen2_5") == ["debug", "bench", "0.5B", "1.5B", "7B", "32B"]
     assert model_flavors("llama3") == [*llama3_configs, "3.2-3B", "3.1-8B"]
     assert model_flavors("qwen3") == list(qwen3_configs)
+    assert model_flavors("qwen_moe") == ["debug", "A2.7B"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,8 @@ def test_specs_do_not_share_configs() -> None:
             "qwen2.5",
             "debug",
             "flex",
-            "unknown model name 'qwen2.5'; did you mean 'qwen2_5'? Valid: llama3, qwen2_5, qwen3",
+            "unknown model name 'qwen2.5'; did you mean 'qwen2_5'? Valid: llama3, qwen2_5, qwen3, "
+            "qwen_moe",
         ),
         (
             "qwen2_5",
@@ -73,7 +75,12 @@ def test_specs_do_not_share_configs() -> None:
             "unknown attention backend 'spda'; did you mean 'sdpa'? "
             "Valid: flex, flex_flash, varlen, sdpa",
         ),
-        ("xyz", "debug", "flex", "unknown model name 'xyz'. Valid: llama3, qwen2_5, qwen3"),
+        (
+            "xyz",
+            "debug",
+            "flex",
+            "unknown model name 'xyz'. Valid: llama3, qwen2_5, qwen3, qwen_moe",
+        ),
     ],
 )
 def test_mistakes_are_explained(name: str, flavor: str, backend: str, message: str) -> None:

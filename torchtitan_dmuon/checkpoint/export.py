@@ -249,7 +249,7 @@ def run_export(
     if tokenizer and rebuilt_by_transformers(model, tokenizer):
         print(
             "warning: the tokenizer is not Qwen's, but transformers 5's AutoTokenizer splits words "
-            "as Qwen's does for every qwen2 model; load it with PreTrainedTokenizerFast",
+            "as Qwen's does for every model of this type; load it with PreTrainedTokenizerFast",
             file=sys.stderr,
         )
     without = "" if tokenizer else "; the checkpoint has no tokenizer, so neither has the folder"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,15 @@ _HEADER_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the export: its names here and there, its shape there, its dtype."""
+    """A tensor of the export: its name here, names and shapes there, and its dtype."""
 
     name: str
-    hf_name: str
-    shape: tuple[int, ...]
+    hf: Mapping[str, torch.Size]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return sum(shape.numel() for shape in self.hf.values()) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def plan(
         archive: The checkpoint.
         model: Which it is of.
         dtype: Of all tensors; None keeps what is stored.
-        max_bytes: Size of a file, unless a single tensor is larger.
+        max_bytes: Size of a file, unless a single tensor (or stack of experts) is larger.
 
     Raises:
         CheckpointError: the checkpoint is another model's.
@@ -77,8 +76,8 @@ def plan(
     stored: dict[str, Any] = archive.index.state_dict_metadata
     groups: list[list[Entry]] = []
     size = 0
-    for name, (hf_name, shape) in model.hf.items():
-        entry = Entry(name, hf_name, tuple(shape), dtype or stored[name].properties.dtype)
+    for name, parts in model.hf.items():
+        entry = Entry(name, parts, dtype or stored[name].properties.dtype)
         if not groups or size + entry.bytes > max_bytes:
             groups.append([])
             size = 0
@@ -126,7 +125,7 @@ def export(
         CheckpointError: damaged, or cannot be written; nothing is left of it.
     """
     total = sum(shard.bytes for shard in shards)
-    headers = _HEADER_BYTES * len(model.tensors)
+    headers = _HEADER_BYTES * sum(len(parts) for parts in model.hf.values())
     read = _reader(archive)
     with whole_folder(to, total + headers) as folder:
         if tokenizer is not None:
@@ -134,17 +133,17 @@ def export(
         _json(folder / CONFIG, _config(model, shards, folder))
         done = 0
         for shard in shards:
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for entry in shard.entries:
                 tensor = read(entry, model.tensors[entry.name].shape)
-                tensors[entry.hf_name] = model.to_hf(entry.name, tensor)
+                tensors |= model.to_hf(entry.name, tensor)
                 del tensor
             _write(tensors, folder / shard.file, to)
             done += shard.bytes
             progress(shard, done, total)
             del tensors
         if len(shards) > 1:
-            weight_map = {e.hf_name: shard.file for shard in shards for e in shard.entries}
+            weight_map = {n: shard.file for shard in shards for e in shard.entries for n in e.hf}
             _json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -220,11 +219,11 @@ def token_ids(folder: Path) -> dict[str, int | None]:
 def rebuilt_by_transformers(model: HFModel, tokenizer: Path) -> bool:
     """Whether transformers 5's AutoTokenizer splits words otherwise than a tokenizer says.
 
-    For a model of type qwen2 it takes vocabulary and merges from `tokenizer.json`, and Qwen2's own
-    way of splitting text, whatever the file and its class say. PreTrainedTokenizerFast takes all
-    from the file.
+    For a model of type qwen2 or qwen2_moe it takes vocabulary and merges from `tokenizer.json`, and
+    Qwen2's own way of splitting text, whatever the file and its class say.
+    PreTrainedTokenizerFast takes all from the file.
     """
-    if model.hf_config["model_type"] != "qwen2":
+    if model.hf_config["model_type"] not in ("qwen2", "qwen2_moe"):
         return False
     try:
         content = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,8 +138,8 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def assign(folder: Path, model: HFModel, found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return for each tensor of a model the stored one that it is made from.
+def assign(folder: Path, model: HFModel, found: Mapping[str, Stored]) -> dict[str, list[Stored]]:
+    """Return for each tensor of a model the stored ones that it is made from.
 
     Raises:
         CheckpointError: the folder holds another model.
@@ -147,16 +147,18 @@ def assign(folder: Path, model: HFModel, found: Mapping[str, Stored]) -> dict[st
     config = _read_json(folder / CONFIG)
     if config is not None and (differing := hf_differences(model.hf_config, config)):
         raise CheckpointError(f"{folder / CONFIG}: not {model.title}: {'; '.join(differing)}")
-    sources = {name: hf_name for name, (hf_name, _) in model.hf.items()}
+    sources = {name: list(parts) for name, parts in model.hf.items()}
     if model.tied:
         _tie(folder, model, found, sources)
-    missing = [hf_name for hf_name in dict.fromkeys(sources.values()) if hf_name not in found]
-    extra = [n for n in found if n not in {*sources.values(), HEAD} and not n.endswith(_COMPUTED)]
-    if not model.tied and HEAD in found and HEAD not in sources.values():
+    used = dict.fromkeys(hf_name for parts in sources.values() for hf_name in parts)
+    missing = [hf_name for hf_name in used if hf_name not in found]
+    extra = [n for n in found if n not in {*used, HEAD} and not n.endswith(_COMPUTED)]
+    if not model.tied and HEAD in found and HEAD not in used:
         extra.append(HEAD)
     shapes = [
         f"{hf_name} is {found[hf_name].shape} there and {tuple(shape)} here"
-        for hf_name, shape in model.hf.values()
+        for parts in model.hf.values()
+        for hf_name, shape in parts.items()
         if hf_name in found and found[hf_name].shape != tuple(shape)
     ]
     problems = [f"it lacks {some(missing)}"] * bool(missing)
@@ -164,14 +166,21 @@ def assign(folder: Path, model: HFModel, found: Mapping[str, Stored]) -> dict[st
     problems += [some(shapes)] * bool(shapes)
     if problems:
         raise CheckpointError(f"{folder}: not {model.title}: {'; '.join(problems)}")
-    return {name: found[hf_name] for name, hf_name in sources.items()}
+    assigned = {name: [found[n] for n in parts] for name, parts in sources.items()}
+    for name, parts in assigned.items():
+        if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in parts}) > 1:
+            raise CheckpointError(
+                f"{folder}: the parts of {name} are {' and '.join(sorted(dtypes))}; expected one "
+                "dtype"
+            )
+    return assigned
 
 
 def _tie(
-    folder: Path, model: HFModel, found: Mapping[str, Stored], sources: dict[str, str]
+    folder: Path, model: HFModel, found: Mapping[str, Stored], sources: dict[str, list[str]]
 ) -> None:
     """Have embedding and head come from one tensor; files hold either of them, or both."""
-    embedding = sources[EMBEDDING]
+    (embedding,) = sources[EMBEDDING]
     if embedding in found and HEAD in found:
         one, other = found[embedding], found[HEAD]
         if one.shape != other.shape or not torch.equal(one.read(), other.read()):
@@ -180,7 +189,7 @@ def _tie(
                 "here"
             )
     if embedding not in found and HEAD in found:
-        sources[EMBEDDING] = HEAD
+        sources[EMBEDDING] = [HEAD]
     sources[HEAD] = sources[EMBEDDING]
 
 
@@ -204,7 +213,8 @@ Progress = Callable[[str, int, int], None]
 def import_model(folder: Path, model: HFModel, to: Path, progress: Progress) -> tuple[Path, int]:
     """Write a Hugging Face model as the checkpoint `to/step-0`.
 
-    In memory is about one tensor. dtypes stay those of the files.
+    In memory is about one tensor, and the parts of a stack of experts. dtypes stay those of the
+    files.
 
     Args:
         folder: With safetensors files.
@@ -221,18 +231,18 @@ def import_model(folder: Path, model: HFModel, to: Path, progress: Progress) -> 
     checkpoints = CheckpointFolder(to)
     refuse_existing_step(checkpoints)
     sources = assign(folder, model, stored_tensors(folder))
-    total = sum(model.tensors[n].numel() * s.dtype.itemsize for n, s in sources.items())
+    total = sum(model.tensors[n].numel() * s[0].dtype.itemsize for n, s in sources.items())
     done = 0
 
-    def read(name: str, source: Stored) -> torch.Tensor:
+    def read(name: str, parts: Sequence[Stored]) -> torch.Tensor:
         nonlocal done
-        tensor = model.from_hf(name, source.read())
+        tensor = model.from_hf(name, [part.read() for part in parts])
         done += tensor.numel() * tensor.element_size()
         progress(name, done, total)
         return tensor
 
     states = {
-        name: _Pending(model.tensors[name].shape, s.dtype, partial(read, name, s))
+        name: _Pending(model.tensors[name].shape, s[0].dtype, partial(read, name, s))
         for name, s in sources.items()
     }
     facts = {

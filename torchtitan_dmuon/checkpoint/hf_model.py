@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ class HFModel:
         hf_config: What `config.json` says of it.
         adapter: torchtitan's state-dict adapter; each tensor is converted for itself.
         tensors: Every tensor of the state dict, on the meta device, by canonical name.
-        hf: Hugging Face's name and shape of each of them; the head of a tied model has none.
+        hf: Hugging Face's names and shapes for each of them: several for a stack of experts, none
+            for the head of a tied model.
     """
 
     name: str
@@ -34,7 +36,7 @@ class HFModel:
     hf_config: dict[str, Any]
     adapter: Any
     tensors: dict[str, torch.Tensor]
-    hf: dict[str, tuple[str, torch.Size]]
+    hf: dict[str, dict[str, torch.Size]]
 
     @classmethod
     def of(cls, name: str, flavor: str) -> HFModel:
@@ -50,10 +52,11 @@ class HFModel:
         assert spec.state_dict_adapter is not None
         adapter = spec.state_dict_adapter(spec.model, None)
         tensors = dict(model.state_dict())
+        found = {key: adapter.to_hf({key: meta}) for key, meta in tensors.items()}
         hf = {
-            key: (hf_name, like.shape)
-            for key, meta in tensors.items()
-            for hf_name, like in adapter.to_hf({key: meta}).items()
+            key: {hf_name: like.shape for hf_name, like in parts.items()}
+            for key, parts in found.items()
+            if parts
         }
         return cls(name, flavor, spec.model, json, adapter, tensors, hf)
 
@@ -67,17 +70,16 @@ class HFModel:
         """Whether the output head is the embedding."""
         return bool(self.hf_config["tie_word_embeddings"])
 
-    def to_hf(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this model as Hugging Face has it."""
-        (converted,) = self.adapter.to_hf({name: tensor}).values()
-        result: torch.Tensor = converted
+    def to_hf(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a tensor of this model as Hugging Face has it, by name."""
+        result: dict[str, torch.Tensor] = self.adapter.to_hf({name: tensor})
         return result
 
-    def from_hf(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this model, given Hugging Face's."""
-        given = {self.hf[name][0] if name in self.hf else HEAD: tensor}
+    def from_hf(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of this model, given Hugging Face's in the order of `hf`."""
+        given = dict(zip(self.hf.get(name, (HEAD,)), tensors, strict=True))
         if self.tied:
             # The adapters of tied models insist on a head, or on an embedding to take it from.
-            given[HEAD] = tensor
+            given[HEAD] = tensors[0]
         result: torch.Tensor = self.adapter.from_hf(given)[name]
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from torchtitan_dmuon.config.data_source import locate
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.manager import Job
 from torchtitan_dmuon.config.optimizer_checks import (
+    check_communication,
+    check_experts,
     check_mode,
     check_optimizer,
     check_owner_cost,
@@ -30,6 +33,9 @@ _FACTORS = {
     "tensor_parallel_degree": "tensor",
     "pipeline_parallel_degree": "pipeline",
 }
+
+_MAY_BE_OPEN = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+"""Degrees that can be -1, all that is left; one of them at a time."""
 
 _AT_LEAST_ONE = (
     "training.local_batch_size",
@@ -75,20 +81,49 @@ def degrees(job: Job) -> int | None:
     """Return the number of ranks that the degrees multiply to, or None if one is left open (-1).
 
     Raises:
-        ConfigError: a degree that is not a positive number (or -1 for the shard degree).
+        ConfigError: a degree that is not a positive number (or -1 for one of the data-parallel
+            degrees).
     """
-    product, is_open = 1, False
+    product, open_degrees = 1, []
     for name in _FACTORS:
         key = f"parallelism.{name}"
         value = int(_get(job, key))
-        if value == -1 and name == "data_parallel_shard_degree":
-            is_open = True
+        if value == -1 and name in _MAY_BE_OPEN:
+            open_degrees.append(key)
         elif value < 1:
-            allowed = "at least 1" + (", or -1 for all that is left" if "shard" in name else "")
-            raise ConfigError(f"{job.at(key)}: expected {allowed}, got {value}")
+            more = ", or -1 for all that is left" if name in _MAY_BE_OPEN else ""
+            raise ConfigError(f"{job.at(key)}: expected at least 1{more}, got {value}")
         else:
             product *= value
-    return None if is_open else product
+    if len(open_degrees) > 1:
+        raise ConfigError(
+            f"{job.at(open_degrees[0])}: only one degree can be -1, all that is left, and "
+            f"{open_degrees[1]} is too; expected a number, e.g. the number of nodes"
+        )
+    return None if open_degrees else product
+
+
+def with_degrees(job: Job, world_size: int) -> Job:
+    """Return the job with an open replicate degree (-1) filled in; torchtitan knows no such thing.
+
+    An open shard degree stays: torchtitan fills it in itself. One that the ranks do not fit stays
+    too, for `check` to say so.
+
+    Args:
+        job: The resolved job.
+        world_size: Ranks of the whole job.
+
+    Raises:
+        ConfigError: the degrees are wrong.
+    """
+    p = job.config.parallelism
+    if degrees(job) is not None or p.data_parallel_replicate_degree != -1:
+        return job
+    left, rest = divmod(world_size, p.data_parallel_shard_degree * model_parallel(job))
+    if rest:
+        return job
+    p = dataclasses.replace(p, data_parallel_replicate_degree=left)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, parallelism=p))
 
 
 def model_parallel(job: Job) -> int:
@@ -103,7 +138,9 @@ def _check_world(job: Job, world_size: int) -> int:
     p = job.config.parallelism
     shown = " x ".join(f"{getattr(p, name)} {label}" for name, label in _FACTORS.items())
     if fixed is None:
-        least = p.data_parallel_replicate_degree * model_parallel(job)
+        # The open one is -1, so the product of both has the sign to drop.
+        least = -p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+        least *= model_parallel(job)
         if world_size % least:
             raise ConfigError(
                 f"{job.at('parallelism')}: {world_size} ranks are not a multiple of {least}, "
@@ -328,18 +365,20 @@ def check(job: Job, world_size: int, device: str) -> None:
     """Raise ConfigError for the first thing that would make the job fail.
 
     Args:
-        job: The resolved job.
+        job: The resolved job, after `with_degrees`.
         world_size: Ranks of the whole job.
         device: "cuda" or "cpu", what the ranks run on.
     """
     _check_numbers(job)
     check_mode(job)
+    check_communication(job)
     check_optimizer(job)
     _check_names(job)
     _check_shapes(job)
     _check_device(job, device)
     vocabulary = _check_model(job)
     check_owner_cost(job)
+    check_experts(job)
     check_qk_clip(job)
     _check_batch(job, _check_world(job, world_size))
     _check_files(job)

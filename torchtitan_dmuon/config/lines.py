@@ -1,4 +1,4 @@
-"""The lines of the paper's comparison: one key that switches mode and optimizer of a job."""
+"""The lines of the paper's comparison: one key that switches mode, optimizer, communication."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.schema import JobConfig
 from torchtitan_dmuon.config.toml_io import Source
 
-Name = Literal["A", "B", "C", "torch"]
+Name = Literal["A", "B", "C", "D", "torch"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """What a line stands for."""
+    """What a line stands for (paper section 7.1)."""
 
     mode: Literal["fsdp", "gather", "owner"]
     optimizer: Literal["AdamW", "DMuon", "Muon"]
+    communication: Literal["c10d", "operators"] = "c10d"
 
 
 LINES: dict[Name, Line] = {
     "A": Line("fsdp", "AdamW"),
     "B": Line("gather", "DMuon"),
     "C": Line("owner", "DMuon"),
+    "D": Line("owner", "DMuon", "operators"),
     "torch": Line("fsdp", "Muon"),
 }
 
@@ -41,15 +43,18 @@ def resolve(config: JobConfig, sources: Sequence[Source]) -> JobConfig:
         sources: Where its values come from, the winning one first.
 
     Raises:
-        ConfigError: a mode or optimizer that was set at the same place as the line, or at one that
-            wins over it, is another than the line's.
+        ConfigError: a mode, optimizer or communication that was set at the same place as the line,
+            or at one that wins over it, is another than the line's.
     """
     p, o = config.parallelism, config.optimizer
     if config.line:
         line = LINES[config.line]
         _contradiction(config, sources, "parallelism.mode", p.mode, line.mode)
         _contradiction(config, sources, "optimizer.name", o.name, line.optimizer)
-        p = dataclasses.replace(p, mode=line.mode)
+        _contradiction(
+            config, sources, "parallelism.communication", p.communication, line.communication
+        )
+        p = dataclasses.replace(p, mode=line.mode, communication=line.communication)
         o = dataclasses.replace(o, name=line.optimizer)
     if config.line == "A":
         o = dataclasses.replace(

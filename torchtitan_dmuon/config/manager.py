@@ -19,6 +19,7 @@ from torchtitan_dmuon.config.command_line import parse
 from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.config.lines import resolve
 from torchtitan_dmuon.config.schema import JobConfig
+from torchtitan_dmuon.config.smoke import describe, smoke_table
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "train_configs"
 DEFAULT_CONFIG = "debug_hsdp_z2.toml"
@@ -27,8 +28,10 @@ _DESCRIPTION = """\
 Train from a TOML job config. --config takes a path or the name of a file in train_configs/
 (default: debug_hsdp_z2.toml); every key below can be set in the file, in its [section], or
 here as --section.key value, which wins. A file may start from another one with a first line
-base = "other.toml". line = "A", "B", "C" or "torch" switches mode and optimizer at once.
---print-config shows the result as TOML and stops."""
+base = "other.toml". line = "A", "B", "C", "D" or "torch" switches mode and optimizer at once.
+--print-config shows the result as TOML and stops. --smoke runs five steps of the job on four CPU
+ranks with a toy of its model, and with random tokens for data that is not here. --plan says what
+the job would cost on this machine and stops; dmuon plan does so for a cluster."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +40,15 @@ class Job:
 
     config: JobConfig
     sources: tuple[toml_io.Source, ...]
-    """The command line, the config file, then the chain of files that it builds on (`base`)."""
+    """
+    The command line, `--smoke` where it is asked for, the config file, then the chain of files that
+    it builds on (`base`).
+    """
     print_config: bool
+    smoke: tuple[str, ...] | None = None
+    """What `--smoke` changed, in lines for people; None without it."""
+    plan: bool = False
+    """Whether `--plan` asks only for what the job would cost here."""
 
     def at(self, key: str) -> str:
         """Say where a key was set, for messages."""
@@ -50,7 +60,7 @@ class Job:
     @property
     def path(self) -> str:
         """The config file, as messages show it."""
-        return self.sources[1].path
+        return next(s.path for s in self.sources if type(s) is toml_io.Source)
 
 
 def find_config(name: str) -> Path:
@@ -126,7 +136,8 @@ def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
     """Resolve a job from command-line arguments, without the program's name.
 
     Args:
-        arguments: `[--config FILE] [--print-config] [--help] [--section.key value ...]`.
+        arguments: `[--config FILE] [--smoke] [--plan] [--print-config] [--help]
+            [--section.key value ...]`.
         quiet: Print no help (ranks other than 0).
 
     Raises:
@@ -134,20 +145,28 @@ def load_job(arguments: list[str], *, quiet: bool = False) -> Job:
         SystemExit: status 0 for `--help`.
     """
     name, rest = _take(arguments, "--config")
-    print_config = "--print-config" in rest
-    rest = [a for a in rest if a != "--print-config"]
+    print_config, smoke, plan = (f in rest for f in ("--print-config", "--smoke", "--plan"))
+    rest = [a for a in rest if a not in ("--print-config", "--smoke", "--plan")]
+    path = find_config(DEFAULT_CONFIG if name is None else name)
     with _without_warnings():
-        files = _read_chain(find_config(DEFAULT_CONFIG if name is None else name))
+        files = _read_chain(path)
         config = JobConfig()
         for table, source in reversed(files):
             config = toml_io.merge(config, table, source)
         if "--help" in rest or "-h" in rest:
             _print_help(config, quiet)
+        sources = tuple(source for _, source in files)
+        as_in_files = config
+        if smoke:
+            table, smoke_source = smoke_table(config, path.stem)
+            config = toml_io.merge(config, table, smoke_source)
+            sources = (smoke_source, *sources)
         table, command_line = parse(rest, config)
         config = toml_io.merge(config, table, command_line)
-        sources = (command_line, *(source for _, source in files))
+        sources = (command_line, *sources)
         config = resolve(config, sources)
-    return Job(config, sources, print_config)
+    changes = tuple(describe(as_in_files, config, smoke_source, command_line)) if smoke else None
+    return Job(config, sources, print_config, changes, plan)
 
 
 def _print_help(config: JobConfig, quiet: bool) -> NoReturn:

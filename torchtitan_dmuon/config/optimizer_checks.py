@@ -52,6 +52,7 @@ _OWNED_ONLY = (
     "owner_assignment",
     "prefetch_depth",
     "replica_check_interval",
+    "communication",
 )
 
 
@@ -184,6 +185,27 @@ def check_mode(job: Job) -> None:
             )
 
 
+def check_communication(job: Job) -> None:
+    """Refuse what moves matrices in a way that this version does not have.
+
+    Raises:
+        ConfigError: communication "operators" in a mode with owned matrices.
+    """
+    p = job.config.parallelism
+    if p.mode == "fsdp" or p.communication == "c10d":
+        return
+    chosen = 'line "D" (communication = "operators")' if job.config.line == "D" else '"operators"'
+    instead = (
+        'line "C" trains the same with c10d: --line C'
+        if p.mode == "owner"
+        else 'mode gather knows "c10d" only'
+    )
+    raise ConfigError(
+        f"{_place(job, 'parallelism.communication')}: {chosen} can be planned but not trained "
+        f"with: the operators are not in this version; {instead}"
+    )
+
+
 def check_owner_cost(job: Job) -> None:
     """Check that a table of costs is there and has every matrix of the model.
 
@@ -201,6 +223,26 @@ def check_owner_cost(job: Job) -> None:
         table.check(model_matrices(spec, per_head=o.per_head), rule_of(o).label())
     except (ValueError, OSError) as e:
         raise ConfigError(f"{job.at('parallelism.owner_cost')}: {e}") from e
+
+
+def check_experts(job: Job) -> None:
+    """Refuse torch.optim.Muon on a model with experts.
+
+    It takes 2-D weights only, so most of the model would be AdamW's; and under HSDP it fails on the
+    one-row gate of the shared experts, whose update DTensor cannot add in place.
+
+    Raises:
+        ConfigError: the optimizer is torch's Muon, and the model keeps experts in 3-D stacks.
+    """
+    model = job.config.model
+    if job.config.optimizer.name != "Muon":
+        return
+    layers = get_model_spec(model.name, model.flavor, attn_backend="sdpa").model.layers
+    if any(getattr(layer, "moe", None) is not None for layer in layers):
+        raise ConfigError(
+            f"{_place(job, 'optimizer.name')}: torch.optim.Muon takes 2-D weights, and "
+            f"{model.name} {model.flavor} keeps its experts in 3-D stacks; expected line A, B or C"
+        )
 
 
 def check_qk_clip(job: Job) -> None:

@@ -40,7 +40,7 @@ def default_spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
 @dataclass(kw_only=True, slots=True)
 class Model:
     name: str = "qwen2_5"
-    """Model family: qwen2_5, or one of torchtitan's own decoders: llama3, qwen3."""
+    """Model family: qwen2_5, qwen_moe, or one of torchtitan's own decoders: llama3, qwen3."""
 
     flavor: str = "debug"
     """Size of the model, e.g. debug, 1.5B, 7B. A wrong value lists what the family has."""
@@ -61,6 +61,15 @@ class Training(TrainingConfig):
 
 @dataclass(kw_only=True, slots=True)
 class Parallelism(ParallelismConfig):
+    data_parallel_replicate_degree: int = 1
+    """
+    Copies of the weights: the rows of HSDP, the ranks of DDP. -1: all that is left, so that a job
+    with a shard degree of 8 runs on any number of nodes of 8 GPUs. Only one degree can be -1.
+    """
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of the weights. -1: all that is left; 1: none, which is DDP."""
+
     spmd_backend: Literal["partial_dtensor", "spmd_types"] = field(
         default_factory=default_spmd_backend
     )
@@ -77,8 +86,11 @@ class Parallelism(ParallelismConfig):
     owner and gather go with optimizer.name DMuon.
     """
 
-    communication: Literal["c10d"] = "c10d"
-    """What moves owned matrices: c10d (collectives of NCCL or gloo)."""
+    communication: Literal["c10d", "operators"] = "c10d"
+    """
+    What moves owned matrices: c10d (collectives of NCCL or gloo), or operators (one-sided copies,
+    line D), which this version plans with but does not have: a training job with them is refused.
+    """
 
     small_matrix_numel: int = 5_000_000
     """Matrices with fewer elements share one owner per layer, as one unit; 0: each has its own."""
@@ -324,11 +336,12 @@ class Validation:
 class JobConfig:
     """A training job. Sections and keys are torchtitan's own."""
 
-    line: Literal["", "A", "B", "C", "torch"] = ""
+    line: Literal["", "A", "B", "C", "D", "torch"] = ""
     """
     Switches a job with DMuon's settings between lines that are compared, whatever the file says
-    about mode and optimizer. A: FSDP2 with AdamW (the adamw_ settings). B: mode gather, DMuon.
-    C: mode owner, DMuon. torch: FSDP2 with torch.optim.Muon. Empty: mode and name decide.
+    about mode, optimizer and communication. A: FSDP2 with AdamW (the adamw_ settings). B: mode
+    gather, DMuon. C: mode owner, DMuon. D: as C with communication operators (cannot be trained
+    with yet). torch: FSDP2 with torch.optim.Muon. Empty: mode, name and communication decide.
     """
 
     dump_folder: str = "./outputs"

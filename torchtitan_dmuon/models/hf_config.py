@@ -14,15 +14,25 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("LlamaForCausalLM", "llama", {"attention_bias": False, "mlp_bias": False}),
     "qwen2_5": ("Qwen2ForCausalLM", "qwen2", {"use_sliding_window": False}),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", {"attention_bias": False, "use_sliding_window": False}),
+    "qwen_moe": (
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {"qkv_bias": True, "use_sliding_window": False, "decoder_sparse_step": 1},
+    ),
 }
 
-# What transformers takes where `config.json` does not say: the same in all three families.
+# What transformers takes where `config.json` does not say: the same in all families that have it.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
+    "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
 }
 _COMPARED = (
     "model_type",
@@ -53,10 +63,17 @@ def hf_config(name: str, model_config: Any) -> dict[str, Any]:
         raise ConfigError(f"{name}: no Hugging Face form is known (known: {', '.join(_FAMILIES)})")
     architecture, model_type, more = _FAMILIES[name]
     layer = model_config.layers[0]
-    if any(getattr(layer, "moe", None) is not None for layer in model_config.layers):
-        raise ConfigError(f"{name} with experts (MoE): only dense models go to Hugging Face files")
+    if model_type == "qwen2_moe":
+        more = {**more, **_experts(model_config)}
+    elif any(getattr(layer, "moe", None) is not None for layer in model_config.layers):
+        raise ConfigError(
+            f"{name} with experts (MoE): no Hugging Face form is known; of models with experts "
+            "only qwen_moe has one here"
+        )
+    else:
+        more = {**more, "intermediate_size": layer.feed_forward.w1.out_features}
     attention, rope = layer.attention, layer.attention.rope
-    if model_type != "qwen2":  # whose heads always are the width over their number
+    if not model_type.startswith("qwen2"):  # whose heads always are the width over their number
         more = {**more, "head_dim": attention.head_dim or model_config.dim // attention.n_heads}
     return {
         "architectures": [architecture],
@@ -66,7 +83,6 @@ def hf_config(name: str, model_config: Any) -> dict[str, Any]:
         "num_hidden_layers": len(model_config.layers),
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
-        "intermediate_size": layer.feed_forward.w1.out_features,
         "hidden_act": "silu",
         "rms_norm_eps": model_config.norm.eps,
         "max_position_embeddings": rope.max_seq_len,
@@ -77,6 +93,20 @@ def hf_config(name: str, model_config: Any) -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
         **more,
+    }
+
+
+def _experts(model_config: Any) -> dict[str, Any]:
+    moe = model_config.layers[0].moe
+    return {
+        "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
+        "shared_expert_intermediate_size": moe.shared_experts.w1.out_features,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
+        "norm_topk_prob": moe.router.route_norm,
+        "router_aux_loss_coef": model_config.aux_loss_coef,
+        "output_router_logits": False,
+        "mlp_only_layers": [],
     }
 
 

@@ -22,11 +22,12 @@ from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.protocols.model_spec import ModelSpec
 
 from .model import Qwen2_5Model, Qwen2_5TransformerBlock
-from .sizes import QWEN2_5_SIZES, Qwen2_5Size
+from .sizes import QWEN2_5_SIZES, TOY, Qwen2_5Size, size_of
 from .state_dict_adapter import Qwen2_5StateDictAdapter
 
 __all__ = [
     "QWEN2_5_SIZES",
+    "TOY",
     "Qwen2_5Model",
     "Qwen2_5Size",
     "Qwen2_5StateDictAdapter",
@@ -124,7 +125,7 @@ def qwen2_5_config(size: Qwen2_5Size, *, attn_backend: str) -> Any:
 
 
 def model_registry(flavor: str, attn_backend: str = "flex") -> ModelSpec:
-    """Return the ``ModelSpec`` of a Qwen2.5 flavor.
+    """Return the ``ModelSpec`` of a Qwen2.5 flavor, or of its toy (``7B-toy``).
 
     Raises:
         KeyError: unknown flavor (``registry.get_model_spec`` explains; use that from user code).
@@ -133,7 +134,7 @@ def model_registry(flavor: str, attn_backend: str = "flex") -> ModelSpec:
     return ModelSpec(
         name="qwen2_5",
         flavor=flavor,
-        model=qwen2_5_config(QWEN2_5_SIZES[flavor], attn_backend=attn_backend),
+        model=qwen2_5_config(size_of(flavor), attn_backend=attn_backend),
         parallelize_fn=parallelize_llama,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,

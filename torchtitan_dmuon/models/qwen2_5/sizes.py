@@ -5,9 +5,12 @@ models have the same shapes but all publish ``max_position_embeddings = 32768``,
 publishes ``rms_norm_eps = 1e-6``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["QWEN2_5_SIZES", "Qwen2_5Size"]
+__all__ = ["QWEN2_5_SIZES", "TOY", "Qwen2_5Size", "size_of"]
+
+TOY = "-toy"
+"""Ends the name of the toy of a published size: `7B-toy`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,3 +116,32 @@ QWEN2_5_SIZES: dict[str, Qwen2_5Size] = {
         norm_eps=1e-5,
     ),
 }
+
+
+def size_of(flavor: str) -> Qwen2_5Size:
+    """Return the size of a flavor, or of its toy where the name ends in `TOY`.
+
+    Raises:
+        KeyError: there is no such flavor.
+    """
+    size = QWEN2_5_SIZES[flavor.removesuffix(TOY)]
+    return _toy(size) if flavor.endswith(TOY) else size
+
+
+def _toy(size: Qwen2_5Size) -> Qwen2_5Size:
+    """Shrink to two layers with heads of 8, a vocabulary of 2048, and the proportions of `size`.
+
+    Query heads per KV head, the width of the feed-forward in units of the model's, tied or not, and
+    epsilon stay. Two KV heads: one would leave nothing to split.
+    """
+    heads = 2 * size.n_heads // size.n_kv_heads
+    dim = 8 * heads
+    return replace(
+        size,
+        dim=dim,
+        n_layers=2,
+        n_heads=heads,
+        n_kv_heads=2,
+        hidden_dim=round(dim * size.hidden_dim / size.dim / 8) * 8,
+        vocab_size=2048,
+    )
