@@ -15,6 +15,8 @@ if [[ ${1:-} == --torch || ${1:-} == --torch=* ]]; then
 fi
 ensure_env "${options[@]}"
 cd "$root"
+# The tests of the planner's page run in it; without one they are skipped, and say so.
+scripts/install_browser.sh "$venv/bin/python" || true
 echo "test: ruff and mypy"
 "$venv/bin/ruff" check --quiet .
 "$venv/bin/ruff" format --check --quiet .
