@@ -18,8 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize(
     ("name", "line", "mode"),
     [
-        ("llama3b_hsdp_z3.toml", "C", "llama3 3.2-3B-toy: .* owner on 2 x 2 cpu ranks"),
-        ("qwen1.5b_fsdp_z2.toml", "A", "qwen2_5 1.5B-toy: .* fsdp on 1 x 4 cpu ranks"),
+        ("qwen_moe_hsdp_z3.toml", "C", "qwen_moe A2.7B-toy: .* owner on 2 x 2 cpu ranks"),
+        pytest.param(
+            *("llama3b_hsdp_z3.toml", "C", "llama3 3.2-3B-toy: .* owner on 2 x 2 cpu ranks"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("qwen1.5b_fsdp_z2.toml", "A", "qwen2_5 1.5B-toy: .* fsdp on 1 x 4 cpu ranks"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_full_size_config_runs_here(tmp_path: Path, name: str, line: str, mode: str) -> None:

@@ -271,7 +271,7 @@ JOBS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_line_trains(tmp_path: Path) -> None:
     """The debug job trains on four ranks on lines A, B and C; B, and C with recomputation, chunks
     of the loss or ZeRO-2, have the losses and the gradients' norms of C, load balancing included.

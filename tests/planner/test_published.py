@@ -17,36 +17,10 @@ from tests.planner import published
 from torchtitan_dmuon.config.manager import load_job
 from torchtitan_dmuon.ownership import CostTable
 from torchtitan_dmuon.planner import estimate
-from torchtitan_dmuon.planner.model import Description
 from torchtitan_dmuon.planner.plan import Plan
 from torchtitan_dmuon.planner.setting import Setting
 
 GIB, MIB = 2**30, 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _describe_once() -> Any:
-    """Models are read once per shape of a batch: lines and clusters do not change them."""
-    original = estimate.describe
-
-    @functools.cache
-    def described(*key: object) -> Description:
-        return original(jobs[key])
-
-    jobs: dict[tuple[object, ...], Any] = {}
-
-    def describe(config: Any) -> Description:
-        t = config.training
-        key = (
-            *(config.model.name, config.model.flavor, t.seq_len, t.local_batch_size),
-            *(config.activation_checkpoint.mode, config.loss.name),
-        )
-        jobs[key] = config
-        return described(*key)
-
-    estimate.describe = describe
-    yield
-    estimate.describe = original
 
 
 @functools.cache
