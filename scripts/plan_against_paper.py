@@ -74,6 +74,7 @@ def figures() -> Iterator[tuple[str, str, str, str]]:
     yield from _state()
     yield from _rails()
     yield from _moe()
+    yield from _limits()
     pool = plan(seven, 2).memory_gib.pool - 15 * 8 / 1024
     yield (
         "7B, ZeRO-2, 2 nodes, gradient space and owner window, GiB",
@@ -114,6 +115,19 @@ def _rails() -> Iterator[tuple[str, str, str, str]]:
         yield f"{name}, largest task, MiB", "Table 7", largest, value
 
 
+def _limits() -> Iterator[tuple[str, str, str, str]]:
+    for config, name, line, changes in (
+        ("qwen32b_hsdp_z3", "32B, HSDP-Z3", "A", ()),
+        ("qwen32b_hsdp_z3", "32B, HSDP-Z3", "B", ()),
+        ("qwen7b_hsdp_z2", "7B, HSDP-Z2, sequences of 2560", "A", ("--training.seq_len", "2560")),
+    ):
+        job = load_job(["--config", f"{config}.toml", "--line", line, *changes])
+        got = make_plan(job.config, Setting(nodes=2, gpus_per_node=8))
+        verdict = "fits" if got.fits else "does not fit"
+        shown = f"{verdict} ({got.memory_gib.peak:.1f} GiB)"
+        yield f"{name}, line {line}, 2 nodes", "Table 2, D.1", "does not fit", shown
+
+
 def _moe() -> Iterator[tuple[str, str, str, str]]:
     each = plan("qwen_moe_fsdp_z3", 32)
     yield "MoE, matrices of the layers", "C.5", "4538 with embedding and head", str(each.matrices)
@@ -147,8 +161,9 @@ READING = """\
 ## How to read it
 
 - **32B** is 4 to 14 percent low. Its config computes the loss in one piece (`cross_entropy`): in
-  eight pieces, as the smaller models do, it would be 23 GiB lower still. The paper does not say how
-  it computes the loss; of the two, only this one is near.
+  eight pieces, as the smaller models do, it would be 23 GiB lower still, and line A would fit under
+  HSDP-Z3. The paper does not say how it computes the loss; of the two, only this one is near. B
+  comes out just below the limit under HSDP-Z3, where the paper says that it does not fit.
 - **MoE under HSDP-Z3** is 11 percent (C) to 24 percent (D) low. The printed rows do not fit each
   other: C on 256 GPUs uses 2.5 GiB more than under FSDP-Z3, which is less than the copies and the
   sharded rest add, although its sequences are a fifth shorter, so that activations should be 8 GiB

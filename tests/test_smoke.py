@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize(
     ("name", "line", "mode"),
     [
-        ("qwen_moe_hsdp_z3.toml", "C", "qwen_moe A2.7B-toy: .* owner on 2 x 2 cpu ranks"),
+        ("qwen_moe_hsdp_z3.toml", "C", "qwen_moe debug: .* owner on 2 x 2 cpu ranks"),
         pytest.param(
             *("llama3b_hsdp_z3.toml", "C", "llama3 3.2-3B-toy: .* owner on 2 x 2 cpu ranks"),
             marks=pytest.mark.long,

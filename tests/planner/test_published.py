@@ -157,6 +157,16 @@ def test_pool_of_the_7b_model() -> None:
     assert plan("qwen7b_fsdp_z2", 2).memory_gib.pool - contexts == pytest.approx(1.7, abs=0.1)
 
 
+def test_what_does_not_fit() -> None:
+    """Table 2 and D.1: line A of 32B under HSDP-Z3, and of 7B under HSDP-Z2 with sequences of 2560,
+    the reason why they are 2048."""
+    assert not plan("qwen32b_hsdp_z3", 2, "A").fits
+    longer = ["--config", "qwen7b_hsdp_z2.toml", "--line", "A", "--training.seq_len", "2560"]
+    setting = Setting(nodes=2, gpus_per_node=8)
+    assert not estimate.make_plan(load_job(longer).config, setting).fits
+    assert plan("qwen7b_hsdp_z2", 2, "A").fits and plan("qwen32b_hsdp_z3", 2, "D").fits
+
+
 UNEXPLAINED = {("qwen_moe_hsdp_z3", line) for line in "AD"} | {("qwen_moe_fsdp_z3", "A")}
 """Rows whose memory contradicts others of the table; the record says how."""
 

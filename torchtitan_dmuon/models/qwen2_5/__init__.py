@@ -7,20 +7,15 @@ outputs, so its variance at step 0 does not grow with depth. Megatron and torcht
 scale the same way; loading a checkpoint overwrites it.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch.nn as nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, FeedForward, Linear
-from torchtitan.models.common.attention import GQAttention, QKVLinear
-from torchtitan.models.common.config_utils import get_attention_config
-from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common import Embedding, FeedForward
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.protocols.model_spec import ModelSpec
 
+from ..qwen_parts import INIT_STD, attention, linear, norm, normal
 from .model import Qwen2_5Model, Qwen2_5TransformerBlock
 from .sizes import QWEN2_5_SIZES, TOY, Qwen2_5Size, size_of
 from .state_dict_adapter import Qwen2_5StateDictAdapter
@@ -36,62 +31,16 @@ __all__ = [
     "qwen2_5_config",
 ]
 
-_INIT_STD = 0.02
-_ROPE_THETA = 1_000_000.0
-
-_ParamInit = dict[str, Callable[..., Any]]
-
-
-def _normal_init(std: float) -> _ParamInit:
-    return {"weight": partial(nn.init.normal_, std=std), "bias": nn.init.zeros_}
-
-
-def _linear(in_features: int, out_features: int, *, std: float, bias: bool = False) -> Any:
-    return Linear.Config(
-        in_features=in_features,
-        out_features=out_features,
-        bias=bias,
-        param_init=_normal_init(std),
-    )
-
-
-def _norm(size: Qwen2_5Size) -> Any:
-    return RMSNorm.Config(
-        normalized_shape=size.dim, eps=size.norm_eps, param_init={"weight": nn.init.ones_}
-    )
-
-
-def _attention(size: Qwen2_5Size, *, attn_backend: str, residual_std: float) -> Any:
-    dim, head_dim = size.dim, size.head_dim
-    q_dim, kv_dim = size.n_heads * head_dim, size.n_kv_heads * head_dim
-    return GQAttention.Config(
-        dim=dim,
-        n_heads=size.n_heads,
-        n_kv_heads=size.n_kv_heads,
-        head_dim=head_dim,
-        # Separate projections: a matrix optimizer must see Q, K and V as three matrices, and
-        # torchtitan's fused layout interleaves their rows.
-        qkv_linear=QKVLinear.Config(
-            head_dim=head_dim,
-            wq=_linear(dim, q_dim, std=_INIT_STD, bias=True),
-            wkv=_linear(dim, kv_dim, std=_INIT_STD, bias=True),
-        ),
-        wo=_linear(q_dim, dim, std=residual_std),
-        inner_attention=get_attention_config(attn_backend),
-        rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=size.max_seq_len, theta=_ROPE_THETA),
-    )
-
 
 def _layer(size: Qwen2_5Size, attn_backend: str) -> Any:
-    residual_std = _INIT_STD / (2 * size.n_layers) ** 0.5
     return Qwen2_5TransformerBlock.Config(
-        attention_norm=_norm(size),
-        ffn_norm=_norm(size),
-        attention=_attention(size, attn_backend=attn_backend, residual_std=residual_std),
+        attention_norm=norm(size),
+        ffn_norm=norm(size),
+        attention=attention(size, attn_backend),
         feed_forward=FeedForward.Config(
-            w1=_linear(size.dim, size.hidden_dim, std=_INIT_STD),
-            w2=_linear(size.hidden_dim, size.dim, std=residual_std),
-            w3=_linear(size.dim, size.hidden_dim, std=_INIT_STD),
+            w1=linear(size.dim, size.hidden_dim, std=INIT_STD),
+            w2=linear(size.hidden_dim, size.dim, std=size.residual_std),
+            w3=linear(size.dim, size.hidden_dim, std=INIT_STD),
         ),
     )
 
@@ -108,7 +57,7 @@ def qwen2_5_config(size: Qwen2_5Size, *, attn_backend: str) -> Any:
     """
     # With tied weights the head initialises the one parameter; without the skip it would be
     # drawn twice.
-    embedding_init = skip_param_init if size.tied else partial(nn.init.normal_, std=_INIT_STD)
+    embedding_init = skip_param_init if size.tied else normal(INIT_STD)
     return Qwen2_5Model.Config(
         dim=size.dim,
         vocab_size=size.vocab_size,
@@ -118,8 +67,8 @@ def qwen2_5_config(size: Qwen2_5Size, *, attn_backend: str) -> Any:
             embedding_dim=size.dim,
             param_init={"weight": embedding_init},
         ),
-        norm=_norm(size),
-        lm_head=_linear(size.dim, size.vocab_size, std=_INIT_STD),
+        norm=norm(size),
+        lm_head=linear(size.dim, size.vocab_size, std=INIT_STD),
         layers=[_layer(size, attn_backend) for _ in range(size.n_layers)],
     )
 

@@ -7,6 +7,8 @@ publishes ``rms_norm_eps = 1e-6``.
 
 from dataclasses import dataclass, replace
 
+from ..qwen_parts import QwenSize
+
 __all__ = ["QWEN2_5_SIZES", "TOY", "Qwen2_5Size", "size_of"]
 
 TOY = "-toy"
@@ -14,39 +16,13 @@ TOY = "-toy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen2_5Size:
-    """Shape of one Qwen2.5 model.
+class Qwen2_5Size(QwenSize):
+    """Shape of one Qwen2.5 model."""
 
-    Raises:
-        ValueError: ``n_heads`` does not divide ``dim``, ``n_kv_heads`` does not divide
-            ``n_heads``, or the head dimension is odd (RoPE rotates pairs).
-    """
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
     hidden_dim: int
     """Inner width of the SwiGLU feed-forward."""
-    vocab_size: int
-    """Rows of the embedding, including the unused rows that pad the tokenizer's vocabulary."""
     tied: bool
     """Whether the embedding and the output head are one parameter."""
-    max_seq_len: int
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.dim % self.n_heads or self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads ({self.n_heads}) must divide dim ({self.dim}) and be a multiple of "
-                f"n_kv_heads ({self.n_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head dimension must be even, got {self.head_dim}")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
 
 
 QWEN2_5_SIZES: dict[str, Qwen2_5Size] = {

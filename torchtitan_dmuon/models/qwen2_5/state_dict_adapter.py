@@ -11,6 +11,7 @@ from typing import Any
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from ..qwen_parts import HF_IGNORED_SUFFIX, HF_TO_LAYER, HF_TO_ROOT
 from .model import Qwen2_5Model
 
 __all__ = ["Qwen2_5StateDictAdapter"]
@@ -18,30 +19,14 @@ __all__ = ["Qwen2_5StateDictAdapter"]
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
-_HF_TO_ROOT = {
-    "model.embed_tokens.weight": "tok_embeddings.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
 _HF_TO_LAYER = {
-    "self_attn.q_proj.weight": "attention.qkv_linear.wq.weight",
-    "self_attn.q_proj.bias": "attention.qkv_linear.wq.bias",
-    "self_attn.k_proj.weight": "attention.qkv_linear.wk.weight",
-    "self_attn.k_proj.bias": "attention.qkv_linear.wk.bias",
-    "self_attn.v_proj.weight": "attention.qkv_linear.wv.weight",
-    "self_attn.v_proj.bias": "attention.qkv_linear.wv.bias",
-    "self_attn.o_proj.weight": "attention.wo.weight",
+    **HF_TO_LAYER,
     "mlp.gate_proj.weight": "feed_forward.w1.weight",
     "mlp.up_proj.weight": "feed_forward.w3.weight",
     "mlp.down_proj.weight": "feed_forward.w2.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
 }
-_ROOT_TO_HF = {ours: hf for hf, ours in _HF_TO_ROOT.items()}
+_ROOT_TO_HF = {ours: hf for hf, ours in HF_TO_ROOT.items()}
 _LAYER_TO_HF = {ours: hf for hf, ours in _HF_TO_LAYER.items()}
-
-# Old checkpoints store the RoPE frequencies, which are computed here.
-_HF_IGNORED_SUFFIX = "self_attn.rotary_emb.inv_freq"
 
 
 class Qwen2_5StateDictAdapter(StateDictAdapter):  # type: ignore[misc, unused-ignore]
@@ -89,8 +74,8 @@ class Qwen2_5StateDictAdapter(StateDictAdapter):  # type: ignore[misc, unused-ig
         for key, value in hf_state_dict.items():
             layer = _HF_LAYER.fullmatch(key)
             if layer is None:
-                state_dict[self._lookup(_HF_TO_ROOT, key, key)] = value
-            elif layer[2] != _HF_IGNORED_SUFFIX:
+                state_dict[self._lookup(HF_TO_ROOT, key, key)] = value
+            elif layer[2] != HF_IGNORED_SUFFIX:
                 suffix = self._lookup(_HF_TO_LAYER, layer[2], key)
                 state_dict[f"layers.{self._layer(layer[1], key)}.{suffix}"] = value
         if self._tied and "lm_head.weight" not in state_dict:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch.nn as nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.attention import GQAttention, QKVLinear
-from torchtitan.models.common.config_utils import get_attention_config
+from torchtitan.models.common import Embedding
 from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward
 from torchtitan.models.common.moe import RoutedExperts
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.protocols.model_spec import ModelSpec
 
+from ..qwen_parts import INIT_STD, attention, linear, norm, normal
 from .experts import QwenMoEExperts
 from .model import QwenMoEModel, QwenMoETransformerBlock
 from .moe import QwenMoE, QwenMoERouter
@@ -33,57 +29,15 @@ __all__ = [
     "qwen_moe_config",
 ]
 
-_INIT_STD = 0.02
-_ROPE_THETA = 1_000_000.0
 
-
-def _linear(in_features: int, out_features: int, *, std: float, bias: bool = False) -> Any:
-    return Linear.Config(
-        in_features=in_features,
-        out_features=out_features,
-        bias=bias,
-        param_init={"weight": _normal(std), "bias": nn.init.zeros_},
-    )
-
-
-def _normal(std: float) -> Any:
-    return partial(nn.init.normal_, std=std)
-
-
-def _norm(size: QwenMoESize) -> Any:
-    return RMSNorm.Config(
-        normalized_shape=size.dim, eps=size.norm_eps, param_init={"weight": nn.init.ones_}
-    )
-
-
-def _attention(size: QwenMoESize, *, attn_backend: str, residual_std: float) -> Any:
-    dim, head_dim = size.dim, size.head_dim
-    q_dim, kv_dim = size.n_heads * head_dim, size.n_kv_heads * head_dim
-    return GQAttention.Config(
-        dim=dim,
-        n_heads=size.n_heads,
-        n_kv_heads=size.n_kv_heads,
-        head_dim=head_dim,
-        # Separate projections, as in qwen2_5: Q, K and V are three matrices.
-        qkv_linear=QKVLinear.Config(
-            head_dim=head_dim,
-            wq=_linear(dim, q_dim, std=_INIT_STD, bias=True),
-            wkv=_linear(dim, kv_dim, std=_INIT_STD, bias=True),
-        ),
-        wo=_linear(q_dim, dim, std=residual_std),
-        inner_attention=get_attention_config(attn_backend),
-        rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=size.max_seq_len, theta=_ROPE_THETA),
-    )
-
-
-def _moe(size: QwenMoESize, *, residual_std: float) -> Any:
+def _moe(size: QwenMoESize) -> Any:
     dim, experts = size.dim, size.n_experts
     return QwenMoE.Config(
         num_experts=experts,
         load_balance_coeff=None,
         router=QwenMoERouter.Config(
             num_experts=experts,
-            gate=_linear(dim, experts, std=_INIT_STD),
+            gate=linear(dim, experts, std=INIT_STD),
             top_k=size.top_k,
             score_func="softmax",
         ),
@@ -93,29 +47,28 @@ def _moe(size: QwenMoESize, *, residual_std: float) -> Any:
                 hidden_dim=size.expert_hidden_dim,
                 num_experts=experts,
                 param_init={
-                    "w1_EFD": _normal(_INIT_STD),
-                    "w2_EDF": _normal(residual_std),
-                    "w3_EFD": _normal(_INIT_STD),
+                    "w1_EFD": normal(INIT_STD),
+                    "w2_EDF": normal(size.residual_std),
+                    "w3_EFD": normal(INIT_STD),
                 },
             ),
             token_dispatcher=LocalTokenDispatcher.Config(num_experts=experts, top_k=size.top_k),
         ),
         shared_experts=SigmoidGatedFeedForward.Config(
-            w1=_linear(dim, size.shared_hidden_dim, std=_INIT_STD),
-            w2=_linear(size.shared_hidden_dim, dim, std=residual_std),
-            w3=_linear(dim, size.shared_hidden_dim, std=_INIT_STD),
-            gate=_linear(dim, 1, std=_INIT_STD),
+            w1=linear(dim, size.shared_hidden_dim, std=INIT_STD),
+            w2=linear(size.shared_hidden_dim, dim, std=size.residual_std),
+            w3=linear(dim, size.shared_hidden_dim, std=INIT_STD),
+            gate=linear(dim, 1, std=INIT_STD),
         ),
     )
 
 
 def _layer(size: QwenMoESize, attn_backend: str) -> Any:
-    residual_std = _INIT_STD / (2 * size.n_layers) ** 0.5
     return QwenMoETransformerBlock.Config(
-        attention_norm=_norm(size),
-        ffn_norm=_norm(size),
-        attention=_attention(size, attn_backend=attn_backend, residual_std=residual_std),
-        moe=_moe(size, residual_std=residual_std),
+        attention_norm=norm(size),
+        ffn_norm=norm(size),
+        attention=attention(size, attn_backend),
+        moe=_moe(size),
     )
 
 
@@ -136,10 +89,10 @@ def qwen_moe_config(size: QwenMoESize, *, attn_backend: str) -> Any:
         tok_embeddings=Embedding.Config(
             num_embeddings=size.vocab_size,
             embedding_dim=size.dim,
-            param_init={"weight": _normal(_INIT_STD)},
+            param_init={"weight": normal(INIT_STD)},
         ),
-        norm=_norm(size),
-        lm_head=_linear(size.dim, size.vocab_size, std=_INIT_STD),
+        norm=norm(size),
+        lm_head=linear(size.dim, size.vocab_size, std=INIT_STD),
         layers=[_layer(size, attn_backend) for _ in range(size.n_layers)],
     )
 

@@ -5,6 +5,8 @@ The published one follows the `config.json` of the base model on the Hugging Fac
 
 from dataclasses import dataclass
 
+from ..qwen_parts import QwenSize
+
 __all__ = ["QWEN_MOE_SIZES", "QwenMoESize"]
 
 # Rows of what a grouped GEMM on CUDA reads must start at multiples of 16 bytes.
@@ -12,19 +14,14 @@ _ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QwenMoESize:
+class QwenMoESize(QwenSize):
     """Shape of one Qwen1.5-MoE model; every layer has experts.
 
     Raises:
-        ValueError: heads do not divide the width or each other, the head dimension is odd (RoPE
-            rotates pairs), more experts are chosen per token than there are, or a width that
-            grouped products read is not a multiple of 8.
+        ValueError: what `QwenSize` refuses, more experts are chosen per token than there are, or a
+            width that grouped products read is not a multiple of 8.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
     expert_hidden_dim: int
     """Inner width of each routed expert."""
     shared_hidden_dim: int
@@ -32,21 +29,11 @@ class QwenMoESize:
     n_experts: int
     top_k: int
     """Routed experts per token."""
-    vocab_size: int
-    """Rows of the embedding, including the unused rows that pad the tokenizer's vocabulary."""
-    max_seq_len: int
-    norm_eps: float = 1e-6
     aux_loss_coef: float = 0.001
     """Weight of the load-balancing loss; 0 leaves it out."""
 
     def __post_init__(self) -> None:
-        if self.dim % self.n_heads or self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads ({self.n_heads}) must divide dim ({self.dim}) and be a multiple of "
-                f"n_kv_heads ({self.n_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head dimension must be even, got {self.head_dim}")
+        QwenSize.__post_init__(self)
         if not 1 <= self.top_k <= self.n_experts:
             raise ValueError(f"top_k must be 1 to n_experts ({self.n_experts}), got {self.top_k}")
         for name in ("dim", "expert_hidden_dim"):
@@ -54,10 +41,6 @@ class QwenMoESize:
                 raise ValueError(
                     f"{name} must be a multiple of {_ROW_MULTIPLE}, got {getattr(self, name)}"
                 )
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
 
 
 QWEN_MOE_SIZES: dict[str, QwenMoESize] = {

@@ -12,6 +12,7 @@ import torch
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from ..qwen_parts import HF_IGNORED_SUFFIX, HF_TO_LAYER, HF_TO_ROOT
 from .model import QwenMoEModel
 
 __all__ = ["QwenMoEStateDictAdapter"]
@@ -21,34 +22,18 @@ _HF_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.we
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERTS = "moe.routed_experts.inner_experts."
 
-_HF_TO_ROOT = {
-    "model.embed_tokens.weight": "tok_embeddings.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
 _HF_TO_LAYER = {
-    "self_attn.q_proj.weight": "attention.qkv_linear.wq.weight",
-    "self_attn.q_proj.bias": "attention.qkv_linear.wq.bias",
-    "self_attn.k_proj.weight": "attention.qkv_linear.wk.weight",
-    "self_attn.k_proj.bias": "attention.qkv_linear.wk.bias",
-    "self_attn.v_proj.weight": "attention.qkv_linear.wv.weight",
-    "self_attn.v_proj.bias": "attention.qkv_linear.wv.bias",
-    "self_attn.o_proj.weight": "attention.wo.weight",
+    **HF_TO_LAYER,
     "mlp.gate.weight": "moe.router.gate.weight",
     "mlp.shared_expert.gate_proj.weight": "moe.shared_experts.w1.weight",
     "mlp.shared_expert.up_proj.weight": "moe.shared_experts.w3.weight",
     "mlp.shared_expert.down_proj.weight": "moe.shared_experts.w2.weight",
     "mlp.shared_expert_gate.weight": "moe.shared_experts.gate.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
 }
 _HF_TO_EXPERTS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
-_ROOT_TO_HF = {ours: hf for hf, ours in _HF_TO_ROOT.items()}
+_ROOT_TO_HF = {ours: hf for hf, ours in HF_TO_ROOT.items()}
 _LAYER_TO_HF = {ours: hf for hf, ours in _HF_TO_LAYER.items()}
 _EXPERTS_TO_HF = {f"{_EXPERTS}{ours}": hf for hf, ours in _HF_TO_EXPERTS.items()}
-
-# Old checkpoints store the RoPE frequencies, which are computed here.
-_HF_IGNORED_SUFFIX = "self_attn.rotary_emb.inv_freq"
 
 
 class QwenMoEStateDictAdapter(StateDictAdapter):  # type: ignore[misc, unused-ignore]
@@ -99,9 +84,9 @@ class QwenMoEStateDictAdapter(StateDictAdapter):  # type: ignore[misc, unused-ig
         for key, value in hf_state_dict.items():
             layer = _HF_LAYER.fullmatch(key)
             if layer is None:
-                result[self._lookup(_HF_TO_ROOT, key, key)] = value
+                result[self._lookup(HF_TO_ROOT, key, key)] = value
                 continue
-            if layer[2] == _HF_IGNORED_SUFFIX:
+            if layer[2] == HF_IGNORED_SUFFIX:
                 continue
             prefix = f"layers.{self._index(layer[1], 'layers', self._num_layers, key)}"
             expert = _HF_EXPERT.fullmatch(layer[2])
