@@ -155,6 +155,8 @@ def make_plan(
         "master_bytes": Ratio(busiest=6_979_321_856, mean=5_100_000_000),
         "owner_window_bytes": Ratio(busiest=400_000, mean=300_000),
         "leader_copy_bytes": Ratio(busiest=1_610_612_736, mean=1_500_000_000),
+        "gradient_bytes": Ratio(busiest=900_000_000, mean=800_000_000),
+        "pool_bytes": 0,
         "traffic": Traffic(
             gather_inside=3.2e9,
             gather_across=0.0,

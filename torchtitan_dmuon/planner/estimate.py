@@ -26,6 +26,7 @@ from torchtitan_dmuon.planner.memory import (
     MASTER_BYTES,
     Layout,
     Owned,
+    gathered_bytes,
     peak_memory,
 )
 from torchtitan_dmuon.planner.model import Description, describe
@@ -155,6 +156,8 @@ class _Planner:
             master_bytes=_ratio(self.shares.masters()),
             owner_window_bytes=_ratio(self.shares.window(), owners_only=True),
             leader_copy_bytes=_ratio(self.shares.copies()),
+            gradient_bytes=_ratio(self.shares.gradients()),
+            pool_bytes=self._pool_bytes(),
             traffic=self._traffic(),
             memory_gib=memory,
             fits=fits,
@@ -281,7 +284,6 @@ class _Planner:
         )
 
     def _memory(self) -> Memory:
-        p = self.config.parallelism
         masters, state, copies = self.shares.masters(), self.shares.state(), self.shares.copies()
         reduced = self.shares.window() if self.pooled else self.shares.reduced()
         totals = [sum(x) for x in zip(masters, state, copies, reduced, strict=True)]
@@ -295,7 +297,11 @@ class _Planner:
             reduced=max(reduced) if self.pooled else reduced[heaviest],
             work=WORK_BYTES * largest if self.rule else 0.0,
         )
-        layout = Layout(
+        return peak_memory(self.model, self._layout(), owned, self.setting.device)
+
+    def _layout(self) -> Layout:
+        p = self.config.parallelism
+        return Layout(
             mode=self.mode,
             pooled=self.pooled,
             columns=self.mesh.columns,
@@ -307,7 +313,16 @@ class _Planner:
             reduce_bytes=self.reduce_bytes,
             adam_bytes=self.shares.adam_bytes,
         )
-        return peak_memory(self.model, layout, owned, self.setting.device)
+
+    def _pool_bytes(self) -> int:
+        """What line D keeps in the pool on every rank, leader copies included."""
+        if not self.pooled:
+            return 0
+        layers: int = max(sum(p.numel for p in x.parameters) for x in self.model.layers)
+        window, copies = max(self.shares.window()), max(self.shares.copies())
+        gathered = gathered_bytes(self.model, self._layout())
+        slots = GRADIENT_SLOTS * self.reduce_bytes * layers
+        return int(gathered + slots + window + copies)
 
     def _traffic(self) -> Traffic:
         t = self.config.training

@@ -270,6 +270,7 @@ def _per_rank(plan: Plan) -> Markup:
         ("FP32 parameters that the optimizer updates", plan.master_bytes),
         ("Reduced gradients of what a rank owns", plan.owner_window_bytes),
         ("Leader copies", plan.leader_copy_bytes),
+        ("Reduced gradients, all", plan.gradient_bytes),
     )
     return table(
         "Per rank: the busiest and the mean.",

@@ -117,7 +117,7 @@ def _resident(model: Description, layout: Layout, owned: Owned) -> _Moment:
     if layout.pooled:
         slots = GRADIENT_SLOTS * layout.reduce_bytes * _largest(model)
         moment.pool = slots + owned.reduced
-        moment.parameters = _gathered(model, layout)
+        moment.parameters = gathered_bytes(model, layout)
     return moment
 
 
@@ -129,7 +129,7 @@ def _loss(model: Description, layout: Layout, owned: Owned) -> _Moment:
     # The allocator cannot join the blocks that layers left free to ones that logits would fit in.
     moment.runtime = max(layer.forward - layer.saved for layer in model.layer_bytes)
     if not layout.pooled:
-        moment.runtime += max(0.0, _gathered(model, layout) - _kept(model, layout))
+        moment.runtime += max(0.0, gathered_bytes(model, layout) - _kept(model, layout))
     return moment
 
 
@@ -138,7 +138,7 @@ def _backward(model: Description, layout: Layout, owned: Owned) -> _Moment:
     moment = _resident(model, layout, owned)
     last = model.layer_bytes[-1]
     moment.activations = _saved(model) - last.saved + last.backward
-    moment.parameters = _gathered(model, layout) + _rest(model, layout)
+    moment.parameters = gathered_bytes(model, layout) + _rest(model, layout)
     # The head's whole gradient is still being scattered while that of the layer is computed.
     moment.gradients = model.head_elements * (layout.param_bytes + layout.reduce_bytes)
     moment.gradients += MASTER_BYTES * sum(model.rest.values()) / layout.columns
@@ -151,7 +151,7 @@ def _end_of_backward(model: Description, layout: Layout, owned: Owned) -> _Momen
     """The backward of the first layer: the other layers' gradients are reduced."""
     moment = _backward(model, layout, owned)
     moment.activations = model.hidden_bytes + model.layer_bytes[0].backward
-    moment.parameters = _gathered(model, replace(layout, keeps_layers=False))
+    moment.parameters = gathered_bytes(model, replace(layout, keeps_layers=False))
     moment.gradients = MASTER_BYTES * sum(model.rest.values()) / layout.columns
     if not layout.pooled:
         moment.gradients += owned.reduced
@@ -189,8 +189,8 @@ def _kept(model: Description, layout: Layout) -> float:
     return layout.param_bytes * sum(_sizes(model)) if layout.keeps_layers else 0.0
 
 
-def _gathered(model: Description, layout: Layout) -> float:
-    """Bytes of gathered layers while one computes and others are prefetched."""
+def gathered_bytes(model: Description, layout: Layout) -> float:
+    """Return the bytes of gathered layers while one computes and others are prefetched."""
     if layout.keeps_layers or layout.columns == 1:
         return _kept(model, layout)
     return layout.param_bytes * _largest(model) * (1 + layout.prefetch)

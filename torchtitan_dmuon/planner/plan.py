@@ -288,6 +288,9 @@ class Plan:
         owner_window_bytes: Reduced gradients of what a rank owns, in the reduce dtype; the mean is
             over the ranks that own something.
         leader_copy_bytes: Copies that a node gathers from, per GPU.
+        gradient_bytes: Reduced gradients per rank at the end of the backward pass.
+        pool_bytes: Symmetric pool of every rank (line D): gathered layers, gradients in flight,
+            owner window, leader copies; contexts of the network not included.
         fits: Whether the peak is within the GPU's memory.
         headroom_gib: Memory less peak.
         advice: What to change if it does not fit, or is close.
@@ -326,6 +329,8 @@ class Plan:
     master_bytes: Ratio
     owner_window_bytes: Ratio
     leader_copy_bytes: Ratio
+    gradient_bytes: Ratio
+    pool_bytes: int
     traffic: Traffic
     memory_gib: Memory
     fits: bool

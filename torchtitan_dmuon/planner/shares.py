@@ -70,6 +70,12 @@ class Shares:
         """Return reduced gradients of the layers in float32."""
         return self._owned(MASTER_BYTES) if self.owners else self._even(MASTER_BYTES, MASTER_BYTES)
 
+    def gradients(self) -> list[float]:
+        """Return reduced gradients as they are kept: in the pool's window, or in float32."""
+        held = self.window() if self.pooled else self.reduced()
+        rest = self.rest(MASTER_BYTES)
+        return [x + rest for x in held]
+
     def window(self) -> list[float]:
         """Return the owner window: reduced gradients of what is owned, in the reduce dtype."""
         return self._owned(self.reduce_bytes) if self.owners else self._nothing()

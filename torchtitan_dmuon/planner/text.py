@@ -89,8 +89,11 @@ def _owners(plan: Plan) -> Iterator[str]:
         ("masters", plan.master_bytes),
         ("window", plan.owner_window_bytes),
         ("copies", plan.leader_copy_bytes),
+        ("gradients", plan.gradient_bytes),
     ):
         yield f"{name:<9} {_size(ratio.busiest)} at most on a GPU, {_size(ratio.mean)} on average"
+    if plan.pool_bytes:
+        yield f"pool      {_size(plan.pool_bytes)} on every GPU"
     yield from _rails(plan)
     yield ""
 
