@@ -66,9 +66,19 @@ def test_every_config_can_be_planned(name: str) -> None:
         (["debug_owner.toml", "more"], "one argument too many"),
         (["debug_owner_hsdp_z3.toml", "--nodes", "1", "--gpus-per-node", "3"], "does not divide 3"),
         (
-            ["debug_owner.toml", "--parallelism.tensor_parallel_degree", "2"],
+            ["debug_fsdp_z2.toml", "--parallelism.tensor_parallel_degree", "2"],
             "data parallelism only",
         ),
+        (
+            ["qwen_moe_fsdp_z3.toml", "--parallelism.expert_parallel_degree", "2"],
+            "expert parallelism",
+        ),
+        (
+            ["qwen7b_fsdp_z2.toml", "--parallelism.data_parallel_shard_degree", "12"],
+            "need 12 ranks",
+        ),
+        (["qwen_moe_fsdp_z3.toml", "--line", "torch"], "3-D stacks"),
+        (["qwen7b_fsdp_z2.toml", "--training.global_batch_size", "100"], "global_batch_size"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -124,12 +134,35 @@ def test_json_has_the_keys_that_the_docs_promise(
     assert found == promised
 
 
+def test_accumulated_gradients_stay() -> None:
+    """From the second micro-batch on the reduced gradients are there beside all activations."""
+
+    def peak(line: str, batch: int) -> float:
+        changes = ["--line", line, "--training.global_batch_size", str(batch)]
+        job = load_job(["--config", "qwen7b_hsdp_z2.toml", *changes])
+        return make_plan(job.config, Setting(nodes=2, gpus_per_node=8)).memory_gib.peak
+
+    # A: the layers' shards. Those of the rest are there in the backward pass anyway.
+    elements = 6_525_618_176
+    assert peak("A", 256) - peak("A", 64) == pytest.approx(4 * elements / 8 / 2**30, rel=0.01)
+    assert peak("C", 256) - peak("C", 64) == pytest.approx(4 * elements / 16 / 2**30, rel=0.1)
+
+
+def test_without_owners_there_is_nothing_to_balance() -> None:
+    job = load_job(["--config", "qwen7b_hsdp_z2.toml", "--line", "A"])
+    plan = make_plan(job.config, Setting(nodes=2, gpus_per_node=8))
+    assert (plan.matrices, plan.units, plan.owners, plan.assignment) == (0, 0, 0, "none")
+    balances = plan.columns.publish_max_over_mean, plan.bytes.heaviest_over_mean
+    assert balances == (1, 1) and plan.worst_layer_root_ratio == 1 and not plan.rails
+
+
 def test_the_log_of_a_job_has_a_line() -> None:
     """On the machine it runs on; a job that cannot be planned says so and goes on."""
     job = load_job(["--config", "debug_owner_hsdp_z3.toml"])
     line = line_for_log(job, 4, 4, "cpu")
     assert line.startswith("plan: 28 matrices in") and "GiB per rank (fits)" in line
     assert plan_here(job, 4, 4, "cpu").cluster.rows == 2
+    job = load_job(["--config", "debug_hsdp_z2.toml"])
     job.config.parallelism.context_parallel_degree = 2
     assert line_for_log(job, 4, 4, "cpu").startswith("plan: none (parallelism: a plan knows")
 

@@ -52,12 +52,13 @@ def test_rows_within_a_node_do_not_cross() -> None:
 
 
 def test_accumulation_repeats_what_is_per_micro_batch() -> None:
-    """Gathers and the reduction inside the node; across nodes the sum goes once."""
+    """Gathers and both levels of the reduction; new weights are published once."""
     network = Network(4, 8, 8)
     one, four = traffic(network, volumes()), traffic(network, volumes(micro_batches=4))
     assert four.gather_inside == 4 * one.gather_inside
     assert four.reduce_inside == 4 * one.reduce_inside
-    assert four.across == one.across
+    assert four.reduce_across == 4 * one.reduce_across
+    assert four.publish_across == one.publish_across
 
 
 def test_the_gather_baseline_pays_in_the_optimizer() -> None:

@@ -361,6 +361,24 @@ def _check_restarts(job: Job) -> None:
             )
 
 
+def check_for_plan(job: Job, world_size: int) -> None:
+    """Raise ConfigError for what would make a job fail on any machine, whatever files are there.
+
+    Args:
+        job: The resolved job; its degrees may be those of another number of ranks.
+        world_size: Ranks that it is planned for.
+    """
+    _check_numbers(job)
+    check_mode(job)
+    check_optimizer(job)
+    _check_names(job)
+    _check_shapes(job)
+    _check_model(job)
+    check_experts(job)
+    check_qk_clip(job)
+    _check_batch(job, world_size)
+
+
 def check(job: Job, world_size: int, device: str) -> None:
     """Raise ConfigError for the first thing that would make the job fail.
 

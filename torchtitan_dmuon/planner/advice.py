@@ -51,8 +51,12 @@ def advise(
     for key, value in changes(config):
         changed = copy.deepcopy(config)
         _set(changed, key, value)
-        yield _outcome(f"--{key} {value}", peak_of(changed), capacity)
-    yield _outcome("twice the nodes", peak_on_twice_the_nodes(), capacity)
+        less = peak_of(changed)
+        if less < peak:
+            yield _outcome(f"--{key} {value}", less, capacity)
+    less = peak_on_twice_the_nodes()
+    if less < peak:
+        yield _outcome("twice the nodes", less, capacity)
 
 
 def _outcome(what: str, peak: float, capacity: float) -> str:

@@ -119,7 +119,13 @@ def setting_of(options: Options, job: Job) -> Setting:
     nodes = options.nodes
     if not nodes:
         ranks = degrees(job) or _OPEN_NODES * per_node
-        nodes, per_node = max(1, ranks // per_node), min(ranks, per_node)
+        per_node = min(ranks, per_node)
+        nodes, left = divmod(ranks, per_node)
+        if left:
+            raise ConfigError(
+                f"{job.at('parallelism')}: the degrees need {ranks} ranks, which nodes of "
+                f"{per_node} GPUs do not make; give --nodes and --gpus_per_node"
+            )
     if nodes * per_node > _MOST_RANKS:
         raise ConfigError(f"--nodes {nodes}: more than {_MOST_RANKS} GPUs are not planned")
     return Setting(
@@ -141,8 +147,10 @@ def plan_job(job: Job, setting: Setting) -> Plan:
     Raises:
         ConfigError: it cannot be planned; the message says why.
     """
+    from torchtitan_dmuon.config.checks import check_for_plan
     from torchtitan_dmuon.planner.estimate import make_plan
 
+    check_for_plan(job, setting.nodes * setting.gpus_per_node)
     try:
         return make_plan(job.config, setting, path=job.path)
     except ConfigError:

@@ -57,6 +57,7 @@ class Layout:
         prefetch: Layers gathered ahead.
         param_bytes: Bytes of an element in the compute dtype.
         reduce_bytes: Bytes of an element of a gradient that is reduced.
+        accumulates: Whether gradients of earlier micro-batches are there from the second on.
         adam_bytes: Optimizer state of an element outside the layers.
     """
 
@@ -69,6 +70,7 @@ class Layout:
     prefetch: int
     param_bytes: int
     reduce_bytes: int
+    accumulates: bool = False
     adam_bytes: int = ADAM_BYTES
 
 
@@ -114,6 +116,8 @@ def _resident(model: Description, layout: Layout, owned: Owned) -> _Moment:
         momentum=owned.state + layout.adam_bytes * rest,
         leader_copies=owned.copies,
     )
+    if layout.accumulates:
+        moment.gradients = _reduced(model, layout, owned)
     if layout.pooled:
         slots = GRADIENT_SLOTS * layout.reduce_bytes * _largest(model)
         moment.pool = slots + owned.reduced
@@ -140,8 +144,9 @@ def _backward(model: Description, layout: Layout, owned: Owned) -> _Moment:
     moment.activations = _saved(model) - last.saved + last.backward
     moment.parameters = gathered_bytes(model, layout) + _rest(model, layout)
     # The head's whole gradient is still being scattered while that of the layer is computed.
-    moment.gradients = model.head_elements * (layout.param_bytes + layout.reduce_bytes)
-    moment.gradients += MASTER_BYTES * sum(model.rest.values()) / layout.columns
+    moment.gradients += model.head_elements * (layout.param_bytes + layout.reduce_bytes)
+    if not layout.accumulates:
+        moment.gradients += MASTER_BYTES * sum(model.rest.values()) / layout.columns
     if not layout.pooled:
         moment.gradients += _largest(model) * (layout.param_bytes + layout.reduce_bytes)
     return moment
@@ -152,9 +157,8 @@ def _end_of_backward(model: Description, layout: Layout, owned: Owned) -> _Momen
     moment = _backward(model, layout, owned)
     moment.activations = model.hidden_bytes + model.layer_bytes[0].backward
     moment.parameters = gathered_bytes(model, replace(layout, keeps_layers=False))
-    moment.gradients = MASTER_BYTES * sum(model.rest.values()) / layout.columns
+    moment.gradients = _reduced(model, layout, owned)
     if not layout.pooled:
-        moment.gradients += owned.reduced
         moment.gradients += _largest(model) * (layout.param_bytes + layout.reduce_bytes)
     return moment
 
@@ -162,11 +166,15 @@ def _end_of_backward(model: Description, layout: Layout, owned: Owned) -> _Momen
 def _step(model: Description, layout: Layout, owned: Owned) -> _Moment:
     """The optimizer step: every reduced gradient, no activations."""
     moment = _resident(model, layout, owned)
-    moment.gradients = MASTER_BYTES * sum(model.rest.values()) / layout.columns
-    if not layout.pooled:
-        moment.gradients += owned.reduced
+    moment.gradients = _reduced(model, layout, owned)
     moment.activations = owned.work
     return moment
+
+
+def _reduced(model: Description, layout: Layout, owned: Owned) -> float:
+    """Bytes of all reduced gradients; those of the layers may be in the pool."""
+    rest = MASTER_BYTES * sum(model.rest.values()) / layout.columns
+    return rest if layout.pooled else rest + owned.reduced
 
 
 def _saved(model: Description) -> float:

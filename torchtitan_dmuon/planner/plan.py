@@ -43,7 +43,7 @@ class Cluster:
     Attributes:
         device: Key of the device description.
         device_name: Its name.
-        memory_gib: Memory of one GPU that programs can have.
+        memory_gib: Memory of one GPU, as nvidia-smi shows it.
         nodes: Nodes.
         gpus_per_node: GPUs of each.
         rows: R of the owner mesh: replicas. 1 under FSDP.
@@ -274,9 +274,9 @@ class Plan:
         tokens_per_gpu: Tokens of one micro-batch on one GPU.
         seq_len: Sequence length.
         recompute: Mode of activation checkpointing.
-        assignment: How owners are chosen: lpt, round_robin or elements.
-        matrices: Matrices that the matrix optimizer updates.
-        units: Assignment units that hold matrices.
+        assignment: How owners are chosen: lpt, round_robin or elements; none without owners.
+        matrices: Matrices that the matrix optimizer updates; 0 with AdamW alone.
+        units: Assignment units that hold matrices; 0 without owners, and so are ratios 1.
         groups: What is gathered and reduced together: layers.
         units_per_layer: Units with matrices of the layer that has the most.
         owners: Ranks that own something.

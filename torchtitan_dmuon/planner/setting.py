@@ -51,10 +51,10 @@ def mesh_of(config: JobConfig, ranks: int) -> OwnerMesh:
     p = config.parallelism
     replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     others = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
-    if others > 1:
+    if others * p.expert_parallel_degree > 1:
         raise ConfigError(
-            "parallelism: a plan knows data parallelism only; expected tensor, pipeline and "
-            f"context degrees of 1, got {others} together"
+            "parallelism: a plan knows data parallelism only; expected tensor, pipeline, context "
+            "and expert degrees of 1"
         )
     if replicate == 1:
         return OwnerMesh(1, ranks)

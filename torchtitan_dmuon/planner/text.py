@@ -18,9 +18,11 @@ def one_line(plan: Plan) -> str:
     owners = ""
     if plan.owners:
         ns = plan.ns_time
+        table = ns.source.partition(",")[0]
         owners = (
             f"{plan.matrices} matrices in {plan.units} units on {plan.owners} owners, busiest "
-            f"{ns.busiest_over_mean:.2f} of the mean ({_time(ns.busiest_seconds)} a step); "
+            f"{ns.busiest_over_mean:.2f} of the mean ({_time(ns.busiest_seconds)} a "
+            f"step, by the times of {table}); "
         )
     return (
         f"{owners}about {memory.peak:.1f} of {cluster.memory_gib:.1f} GiB per {_what(plan)} "

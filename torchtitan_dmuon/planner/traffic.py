@@ -76,12 +76,12 @@ def traffic(network: Network, v: Volumes) -> Traffic:
         return inside * times, across * times
 
     def reduce(elements: int, hops: int) -> tuple[float, float]:
-        # Down the columns the sum goes once per step and direction.
+        # Every micro-batch is reduced to the end: owners add it up, and shards do.
         inside, across = network.in_rows(elements * v.reduce_bytes)
         down_inside, down_across = network.in_columns(elements * v.reduce_bytes)
         return (
-            v.micro_batches * inside + hops * down_inside,
-            v.micro_batches * across + hops * down_across,
+            v.micro_batches * (inside + hops * down_inside),
+            v.micro_batches * (across + hops * down_across),
         )
 
     # An all-reduce is both halves; owners take the first, and publish in place of the second.
