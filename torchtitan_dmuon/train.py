@@ -53,7 +53,7 @@ def _alone() -> None:
 def resolve(arguments: list[str], rank: int) -> tuple[Trainer.Config, str] | None:
     """Return the checked config and, on rank 0, the job's plan in a line.
 
-    None if the config was only to be printed.
+    None if the config or the plan was only to be printed.
 
     Raises:
         ConfigError: before any process group is made.
@@ -64,7 +64,8 @@ def resolve(arguments: list[str], rank: int) -> tuple[Trainer.Config, str] | Non
     from torchtitan_dmuon.config.build import build
     from torchtitan_dmuon.config.checks import check, with_degrees
     from torchtitan_dmuon.config.manager import load_job, print_config
-    from torchtitan_dmuon.planner.command import line_for_log
+    from torchtitan_dmuon.planner.command import line_for_log, plan_here
+    from torchtitan_dmuon.planner.text import report
 
     job = load_job(arguments, quiet=rank != 0)
     if job.print_config:
@@ -74,8 +75,12 @@ def resolve(arguments: list[str], rank: int) -> tuple[Trainer.Config, str] | Non
     world_size = int(os.environ["WORLD_SIZE"])
     job = with_degrees(job, world_size)
     check(job, world_size, device_type)
-    config = build(job, device_type)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if job.plan:
+        if rank == 0:
+            print(report(plan_here(job, world_size, local, device_type)))
+        return None
+    config = build(job, device_type)
     return config, line_for_log(job, world_size, local, device_type) if rank == 0 else ""
 
 

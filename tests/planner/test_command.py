@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_dmuon as dmuon
 from tests.worlds import run_world
-from torchtitan_dmuon import cli
+from torchtitan_dmuon import cli, train
 from torchtitan_dmuon.config.manager import CONFIG_FOLDER, load_job
 from torchtitan_dmuon.models.registry import get_model_spec
 from torchtitan_dmuon.planner.command import line_for_log, plan_here
@@ -255,3 +255,13 @@ def test_4096_gpus(tmp_path: Path) -> None:
     ranks = [u.rank for layer in plan.layers for u in layer.units if u.matrices]
     assert len(ranks) == 448 and len(set(ranks)) == 448
     assert len(plan.to_json()) < 2**22
+
+
+def test_plan_with_torchrun_trains_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the launcher too: rank 0 prints the plan, and no rank has a job to run."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in (0, 1):
+        assert train.resolve(["--config", "debug_owner_hsdp_z3.toml", "--plan"], rank) is None
+        assert ("owners    28 matrices" in capsys.readouterr().out) == (rank == 0)
