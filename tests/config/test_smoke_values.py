@@ -222,3 +222,11 @@ def test_the_same_matrices_are_small(name: str) -> None:
         parts = (qkv.wq, qkv.wkv, layer.attention.wo, f.w1, f.w2)
         kinds.append([part.in_features * part.out_features < limit for part in parts])
     assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("chunks", [1, 5, 10, 64])
+def test_the_chunks_of_the_loss_divide_the_short_sequence(tmp_path: Path, chunks: int) -> None:
+    """A job whose loss has ten chunks stays one, on a sequence of 70 in place of 64."""
+    job = _smoke(_job(tmp_path, f"[loss]\nnum_chunks = {chunks}\n"))
+    check(job, 4, "cpu")
+    assert job.config.training.seq_len == -(-64 // chunks) * chunks

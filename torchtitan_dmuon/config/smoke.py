@@ -126,12 +126,15 @@ def _training(config: JobConfig) -> dict[str, Any]:
     t, s = config.training, config.lr_scheduler
     batch = min(t.local_batch_size, _BATCH)
     accumulates = t.global_batch_size > 0
+    # A chunked loss wants a sequence that its chunks divide.
+    pieces = config.loss.num_chunks if config.loss.name == "chunked_cross_entropy" else 1
+    pieces = max(1, pieces)  # what cannot be is for the checks to say
     validation = {}
     if config.validator.enable:
         validation = {"validator.freq": STEPS, "validator.steps": 1}
     return {
         "training.steps": STEPS,
-        "training.seq_len": min(t.seq_len, _SEQ_LEN),
+        "training.seq_len": min(t.seq_len, -(-_SEQ_LEN // pieces) * pieces),
         "training.local_batch_size": batch,
         # A job that sets it accumulates gradients, over two batches here.
         "training.global_batch_size": 2 * batch * RANKS if accumulates else -1,
