@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from torchtitan_dmuon.models.qwen2_5.sizes import QWEN2_5_SIZES
 from torchtitan_dmuon.ownership import CostTable, OwnerMesh, assign, build_units, shipped_tables
 
 from .shapes import qwen, qwen_moe
@@ -51,8 +52,7 @@ def test_the_h100_table_is_there() -> None:
 def test_a_shipped_table_has_the_shapes_of_its_models(name: str) -> None:
     """Both ways round, from the models' own sizes; and it says where its numbers come from."""
     table = CostTable.load(name)
-    sizes = load_file("sizes", ROOT / "torchtitan_dmuon" / "models" / "qwen2_5" / "sizes.py")
-    for size in (sizes.QWEN2_5_SIZES[size] for size in SIZES[name]):
+    for size in (QWEN2_5_SIZES[size] for size in SIZES[name]):
         key = size.n_kv_heads * size.head_dim
         shapes = {(size.dim, size.dim), (key, size.dim)}
         shapes |= {(size.dim, size.hidden_dim), (size.hidden_dim, size.dim)}
