@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
 
@@ -88,6 +90,7 @@ class ProgressMetrics(MetricsProcessor):
         metrics["grad_norm"] = grad_norm
         if isinstance(self.optimizers, ReportsSteps):
             metrics |= self.optimizers.step_metrics()
+        metrics |= self._load_balancing()
         extra = extra_metrics or {}
         self.logger.log({**metrics, **extra}, step)
         logger.info(self._line(step, global_avg_loss, grad_norm, metrics, extra))
@@ -95,6 +98,18 @@ class ProgressMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+
+    def _load_balancing(self) -> dict[str, float]:
+        """Experts' load-balancing loss of the last micro-batch, mean of all ranks. Collective."""
+        values = [getattr(model, "load_balancing", None) for model in self.model_parts or ()]
+        losses = [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
+        if not losses:
+            return {}
+        mean = torch.stack(losses).sum()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return {"loss_metrics/load_balancing": mean.item()}
 
     def _collect(self, elapsed: float, seconds: float) -> dict[str, float]:
         """Throughput, time and memory of the steps since the last line."""
@@ -132,12 +147,14 @@ class ProgressMetrics(MetricsProcessor):
         rates = dict.fromkeys(f"{v:.3g}" for k, v in extra.items() if k.startswith("lr/"))
         matrices = metrics.get("optimizer/matrices_per_step", 0)
         skipped = metrics.get("optimizer/skipped_steps", 0)
+        balance = metrics.get("loss_metrics/load_balancing")
         left = ""
         if self.total_steps is not None and self._step_seconds is not None:
             left = format_duration((self.total_steps - step) * self._step_seconds)
         fields = [
             (c.red, "step", f"{step:2d}"),
             (c.green, "loss", f"{loss:8.5f}"),
+            (c.green, "balance", "" if balance is None else f"{balance:.3f}"),
             (c.orange, "grad_norm", f"{grad_norm:7.4f}"),
             (c.magenta, "lr", ",".join(rates)),
             (c.blue, "tps", f"{round(metrics['throughput(tps)']):,}"),

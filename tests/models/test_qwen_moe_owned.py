@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -281,8 +282,31 @@ def test_every_line_trains(tmp_path: Path) -> None:
         arguments = [*JOB, *options, "--dump_folder", str(tmp_path / name)]
         losses, curves = run_world(4, losses_and_curves, arguments, timeout_seconds=200)[0]
         assert losses[-1] < losses[0] - 0.02, name
+        # Even loads give top_k = 2, loads that all go to the same experts the number of experts.
+        assert all(1.99 < c["loss_metrics/load_balancing"] < 8 for c in curves), name
         found[name] = losses, [c["grad_norm"] for c in curves]
     assert found["A"][0][0] == pytest.approx(found["C"][0][0], rel=1e-6)
     for name in found.keys() - {"A", "C"}:
         for one, other in zip(found[name], found["C"], strict=True):
             assert one == pytest.approx(other, rel=1e-4), name
+
+
+def _balance() -> tuple[dict[str, float], dict[str, float]]:
+    from torchtitan_dmuon.metrics import ProgressMetrics
+
+    open_world()
+    metrics = object.__new__(ProgressMetrics)
+    experts, dense = nn.Module(), nn.Module()
+    experts.load_balancing = torch.tensor(2.0 + dist.get_rank())  # type: ignore[assignment]
+    found = []
+    for parts in ([dense], [experts, dense]):
+        metrics.model_parts = parts
+        found.append(metrics._load_balancing())
+    return found[0], found[1]
+
+
+def test_load_balancing_is_logged() -> None:
+    """The curve of the load-balancing loss is the mean of the ranks; a dense model has none."""
+    for dense, experts in run_world(2, _balance):
+        assert dense == {}
+        assert experts == {"loss_metrics/load_balancing": 2.5}
