@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "torchtitan_dmuon"
 
 # Lowest first. A module imports from lower levels only, and freely inside its own data/ or models/.
 LEVELS = [
-    {"memory"},
+    {"memory", "native"},
     {
         "patching",
         "arguments",
