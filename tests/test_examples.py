@@ -18,7 +18,11 @@ def _losses(output: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "ranks, rows",
-    [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long)],
+    [
+        pytest.param(1, 1, marks=pytest.mark.long),
+        (2, 1),
+        pytest.param(2, 2, marks=pytest.mark.long),
+    ],
     ids=["one", "fsdp", "ddp"],
 )
 def test_own_loop_trains(ranks: int, rows: int, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ _JOB += ["--parallelism.owner_cost", "model", *SHORT, "--training.steps", "9"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("starter", ["launcher", "torchrun"])
+@pytest.mark.parametrize("starter", ["launcher", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_killed_rank_is_started_again(starter: str, tmp_path: Path) -> None:
     """With max_restarts the launcher says who failed and from where it goes on, and plain torchrun
     starts again too: every step, the last one included, has the loss of an undisturbed job."""
