@@ -17,6 +17,7 @@ from torchtitan_dmuon.checkpoint import export
 from torchtitan_dmuon.config import toml_io
 from torchtitan_dmuon.config.command_line import keys, parse
 from torchtitan_dmuon.config.errors import ConfigError, nearest
+from torchtitan_dmuon.log import end_of_pipe
 from torchtitan_dmuon.patching import PatchError
 from torchtitan_dmuon.planner import command as planner
 
@@ -100,6 +101,9 @@ def place(arguments: Sequence[str], default: Any) -> list[str]:
             options.append(rest.pop(0))
     if len(values) > len(names):
         raise ConfigError(f'"{values[len(names)]}": one argument too many (see --help)')
+    for name, value in zip(names, values, strict=False):
+        if any(x.split("=")[0] == f"--{name}" for x in options):
+            raise ConfigError(f"--{name}: it is {value} already; give one")
     named = [x for name, v in zip(names, values, strict=False) for x in (f"--{name}", v)]
     return named + options
 
@@ -136,7 +140,10 @@ def main() -> int:
         _stop(f"error: {command}: no such command{nearest(command, COMMANDS)}{known}", 2)
     try:
         options, job = read(command, arguments)
-        COMMANDS[command][1](options, job, arguments)
+        try:
+            COMMANDS[command][1](options, job, arguments)
+        finally:
+            sys.stdout.flush()
     except (ConfigError, PatchError) as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {e}", file=sys.stderr)
@@ -144,6 +151,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        return end_of_pipe()
     return 0
 
 

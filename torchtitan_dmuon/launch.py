@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from torchtitan_dmuon.config.errors import ConfigError
-from torchtitan_dmuon.log import init_console
+from torchtitan_dmuon.log import end_of_pipe, init_console
 from torchtitan_dmuon.lost_rank import LOST_PEER, TIMED_OUT
 from torchtitan_dmuon.patching import PatchError, require_patched_torchtitan
 
@@ -489,9 +489,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (head, less) has had enough; nothing is wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return end_of_pipe()
 
 
 if __name__ == "__main__":

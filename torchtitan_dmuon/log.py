@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,14 @@ class _Console(logging.Formatter):
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
         return f"[{self.formatTime(record, '%H:%M:%S')}] {message}"
+
+
+def end_of_pipe() -> int:
+    """Return the exit status after BrokenPipeError: the reader of a pipe (head, less) has had
+    enough; nothing is wrong."""
+    # What is still buffered goes nowhere, or the interpreter's end would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def init_console(rank: int) -> None:

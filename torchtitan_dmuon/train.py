@@ -5,11 +5,13 @@ run_train.sh starts these through launch.py. Without torchrun's variables one pr
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -202,9 +204,16 @@ def main() -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End a rank at once if it failed: the end of the interpreter may wait for ranks that died."""
+    """End a rank without the last part of the interpreter's own end.
+
+    If it failed, that may wait for ranks that died. If not, all that is left are destructors of
+    libraries' globals, of which torch's has been seen to abort a finished job on a busy machine.
+    """
     if not status:
-        sys.exit(0)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

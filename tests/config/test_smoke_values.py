@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from torchtitan_dmuon.config.build import build
-from torchtitan_dmuon.config.checks import check
+from torchtitan_dmuon.config.checks import check, with_degrees
 from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.manager import CONFIG_FOLDER, Job, load_job
 from torchtitan_dmuon.launch import find_cluster
@@ -92,6 +92,26 @@ def test_the_mesh_is_folded_to_four_ranks(
     p = _smoke(_job(tmp_path, text), "--line", "A").config.parallelism
     assert (p.data_parallel_replicate_degree, p.data_parallel_shard_degree) == mesh
     assert p.tensor_parallel_degree == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ("data_parallel_replicate_degree = 0", "replicate_degree: expected at least 1, or -1"),
+        ("tensor_parallel_degree = -2", "tensor_parallel_degree: expected at least 1"),
+        (
+            "data_parallel_replicate_degree = -1\ndata_parallel_shard_degree = -1",
+            "only one degree can be -1",
+        ),
+    ],
+)
+def test_degrees_that_cannot_be_are_not_hidden(tmp_path: Path, degrees: str, expected: str) -> None:
+    """What runs nowhere is refused where the file says it, toy or not."""
+    path = tmp_path / "job.toml"
+    path.write_text(f"[parallelism]\n{degrees}\n")
+    job = load_job(["--config", str(path), "--smoke"])
+    with pytest.raises(ConfigError, match=f"job.toml:2: .*{expected}"):
+        check(with_degrees(job, 4), 4, "cpu")
 
 
 def test_the_command_line_wins_and_is_not_listed() -> None:

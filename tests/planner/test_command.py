@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -61,6 +64,27 @@ def test_every_config_can_be_planned(name: str) -> None:
         (["debug_owner.toml", "--byte-cap", "much"], "--byte_cap: expected a number >= 0, or off"),
         (["debug_owner.toml", "--cost", "h10"], "did you mean 'h100'"),
         (["debug_owner.toml", "--html", "no/such/plan.html"], "--html: no such folder"),
+        (["debug_owner.toml", "--html", "."], "is a folder; expected a file"),
+        (["debug_owner.toml", "--html", "/dev/null"], "is a device or pipe; expected a file"),
+        (
+            ["debug_owner.toml", "--config", "debug.toml"],
+            "--config: it is debug_owner.toml already",
+        ),
+        (["debug_owner.toml", "--cost", "measured"], "'measured'; expected model, "),
+        (["debug_owner.toml", "--training.dtype", "bfloat16"], "masters of float32 only"),
+        (
+            ["debug_hsdp_z2.toml", "--nodes", "2", "--parallelism.data_parallel_shard_degree", "0"],
+            "shard_degree: expected at least 1, or -1",
+        ),
+        (
+            ["debug_hsdp_z2.toml", "--nodes", "2", "--parallelism.data_parallel_shard_degree", "-1"]
+            + ["--parallelism.data_parallel_replicate_degree", "-1"],
+            "only one degree can be -1",
+        ),
+        (
+            ["debug_hsdp_z2.toml", "--nodes", "2", "--parallelism.tensor_parallel_degree", "0"],
+            "tensor_parallel_degree: expected at least 1",
+        ),
         (["debug_owner.toml", "--expert-units", "all"], "each"),
         (["debug_owner.toml", "--nods", "2"], "nods"),
         (["debug_owner.toml", "more"], "one argument too many"),
@@ -265,3 +289,48 @@ def test_plan_with_torchrun_trains_nothing(
     for rank in (0, 1):
         assert train.resolve(["--config", "debug_owner_hsdp_z3.toml", "--plan"], rank) is None
         assert ("owners    28 matrices" in capsys.readouterr().out) == (rank == 0)
+
+
+def test_a_pipe_whose_reader_left_is_no_error(tmp_path: Path) -> None:
+    """`dmuon plan ... | head` ends without a word."""
+    program = "import sys; from torchtitan_dmuon.cli import main; sys.exit(main())"
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", program, "plan", "debug_owner_hsdp_z3.toml", "--json"]
+    done = subprocess.run(
+        command,
+        check=False,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_report_goes_where_a_link_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link stays a link, and its file is replaced."""
+    (tmp_path / "old.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("old.html")
+    arguments = ["debug_owner.toml", "--html", str(tmp_path / "link.html")]
+    assert dmuon_plan(monkeypatch, *arguments) == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "old.html").read_text().lower().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["debug_fsdp_z3.toml", "debug_owner_fsdp_z3.toml"])
+def test_bytes_of_masters_and_states(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one rank every element has a float32 master, and two moments or one momentum."""
+    arguments = [name, "--nodes", "1", "--gpus-per-node", "1", "--json"]
+    assert dmuon_plan(monkeypatch, *arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    parts, numel = plan["memory_gib"], plan["model"]["parameters"]
+    assert parts["masters"] * 2**30 == pytest.approx(4 * numel)
+    matrices = plan["model"]["matrix_elements"] if "owner" in name else 0
+    assert parts["momentum"] * 2**30 == pytest.approx(8 * numel - 4 * matrices)

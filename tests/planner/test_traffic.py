@@ -70,3 +70,30 @@ def test_the_gather_baseline_pays_in_the_optimizer() -> None:
 def test_one_process_sends_nothing() -> None:
     got = traffic(Network(1, 1, 8), volumes())
     assert got.inside == got.across == 0
+
+
+def test_rows_that_straddle_nodes_cross_them() -> None:
+    """3 x 8 ranks on two nodes of 12: the second row has ranks on both, the others do not."""
+    network = Network(3, 8, 12)
+    inside, across = network.in_rows(P)
+    assert across == pytest.approx(P * (1 / 3) / 8)
+    assert inside + across == pytest.approx(P * 7 / 8)
+    # Ranks 0, 8 and 16, ... 3, 11 and 19: on two nodes; and so are 4, 12, 20 to 7, 15, 23.
+    inside, across = network.in_columns(P)
+    assert (inside, across) == pytest.approx((P / 24, P / 24))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("gpus_per_node", [1, 2, 3, 4, 8, 12])
+def test_nodes_of_rows_and_columns(rows: int, columns: int, gpus_per_node: int) -> None:
+    """Counted rank by rank: a node's first rank gets the bytes from another node."""
+
+    def crossings(lines: list[list[int]]) -> float:
+        return sum(len({rank // gpus_per_node for rank in line}) - 1 for line in lines)
+
+    network, ranks = Network(rows, columns, gpus_per_node), rows * columns
+    grid = [[r * columns + c for c in range(columns)] for r in range(rows)]
+    turned = [list(line) for line in zip(*grid, strict=True)]
+    assert network.in_rows(P)[1] * ranks == pytest.approx(P * crossings(grid))
+    assert network.in_columns(P)[1] * ranks == pytest.approx(P * crossings(turned) / columns)

@@ -368,6 +368,7 @@ def check_for_plan(job: Job, world_size: int) -> None:
         job: The resolved job; its degrees may be those of another number of ranks.
         world_size: Ranks that it is planned for.
     """
+    degrees(job)
     _check_numbers(job)
     check_mode(job)
     check_optimizer(job)

@@ -22,6 +22,7 @@ RANKS = 4
 STEPS = 5
 _SEQ_LEN = 64
 _BATCH = 2
+_OTHERS = ("context", "tensor", "pipeline", "expert")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,15 +107,22 @@ def _get(config: JobConfig, key: str) -> Any:
 
 
 def _mesh(config: JobConfig) -> dict[str, int]:
-    """Fold the mesh: rows stay rows, and DDP stays DDP. All ranks are data-parallel ones."""
+    """Fold the mesh: rows stay rows, and DDP stays DDP. All ranks are data-parallel ones.
+
+    Degrees with which the job cannot run anywhere stay, for the checks to say so.
+    """
     p = config.parallelism
+    both = (p.data_parallel_replicate_degree, p.data_parallel_shard_degree)
+    others = [getattr(p, f"{name}_parallel_degree") for name in _OTHERS]
+    if min(both) < -1 or 0 in both or both == (-1, -1) or min(others) < 1:
+        return {}
     if p.data_parallel_shard_degree == 1:
         mesh = (RANKS, 1)
     elif p.data_parallel_replicate_degree == 1:
         mesh = (1, RANKS)
     else:
         mesh = (2, RANKS // 2)
-    folded = dict.fromkeys(("context", "tensor", "pipeline", "expert"), 1)
+    folded = dict.fromkeys(_OTHERS, 1)
     return {
         "parallelism.data_parallel_replicate_degree": mesh[0],
         "parallelism.data_parallel_shard_degree": mesh[1],

@@ -24,6 +24,8 @@ MODEL_OVERHEAD_SECONDS = 2.0e-4
 
 FILE_VERSION = 2
 
+_MOST_SECONDS = 1e6  # of one matrix; more is a mistake of units, and sums must stay finite
+
 TABLES_FOLDER = Path(__file__).resolve().parent / "tables"
 """The tables that come with the package: `NAME.json`."""
 
@@ -181,7 +183,10 @@ def _shape(entry: Mapping[str, Any]) -> Shape:
 def _number(value: object) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"seconds must be a number, not {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    seconds = float(value)  # type: ignore[arg-type]
+    if seconds > _MOST_SECONDS:
+        raise ValueError(f"seconds of one matrix are at most {_MOST_SECONDS:.0f}, not {value!r}")
+    return seconds
 
 
 def shipped_tables() -> tuple[str, ...]:
@@ -196,6 +201,7 @@ def is_table_name(text: str) -> bool:
 
 def _unknown(name: str) -> str:
     known = ("measured", "model", *shipped_tables())
+    known = tuple(x for x in known if x != name)  # "measured" is a job's, and no table
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return f"no cost table '{name}'{hint} expected {', '.join(known)} or the path of a .json file"

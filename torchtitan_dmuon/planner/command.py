@@ -203,7 +203,7 @@ def run(options: Options, job_options: list[str], arguments: list[str]) -> None:
     """
     if not options.config:
         raise ConfigError("dmuon plan: expected a job config, e.g. qwen32b_hsdp_z3.toml")
-    check_folder(options.html)
+    check_report(options.html)
     require_patched_torchtitan()
     # Imported late, here and above: they import torchtitan, whose patches come first.
     from torchtitan_dmuon.config.manager import load_job
@@ -212,18 +212,23 @@ def run(options: Options, job_options: list[str], arguments: list[str]) -> None:
     line = ["--line", options.line] if options.line else []
     job = load_job(["--config", options.config, *line, *job_options])
     plan = plan_job(job, setting_of(options, job))
-    print(plan.to_json() if options.json else report(plan))
     if options.html:
         write_report(plan, options.html)
+    print(plan.to_json() if options.json else report(plan))
     if not plan.fits:
         raise SystemExit(1)
 
 
-def check_folder(html: str) -> None:
-    """Raise ConfigError if the report's folder is not there."""
-    folder = Path(html).resolve().parent
-    if html and not folder.is_dir():
-        raise ConfigError(f"--html: no such folder: {folder}")
+def check_report(html: str) -> None:
+    """Raise ConfigError if the report's folder is not there, or a file cannot take its place."""
+    if not html:
+        return
+    path = Path(html).resolve()
+    if not path.parent.is_dir():
+        raise ConfigError(f"--html: no such folder: {path.parent}")
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or pipe"
+        raise ConfigError(f"--html: {path} is {kind}; expected a file, e.g. plan.html")
 
 
 def write_report(plan: Plan, path: str) -> None:

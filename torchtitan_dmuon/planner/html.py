@@ -59,12 +59,12 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     Args:
         plan: Plan.
-        path: File. Its folder must exist.
+        path: File, or a link to one. Its folder must exist.
 
     Raises:
         OSError: If the file cannot be written; nothing is left behind.
     """
-    target = Path(path)
+    target = Path(path).resolve()  # a link stays one
     page = render(plan)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:

@@ -201,7 +201,8 @@ def gathered_bytes(model: Description, layout: Layout) -> float:
     """Return the bytes of gathered layers while one computes and others are prefetched."""
     if layout.keeps_layers or layout.columns == 1:
         return _kept(model, layout)
-    return layout.param_bytes * _largest(model) * (1 + layout.prefetch)
+    most = sum(_sizes(model))
+    return layout.param_bytes * min(most, _largest(model) * (1 + layout.prefetch))
 
 
 def _rest(model: Description, layout: Layout) -> float:

@@ -56,6 +56,11 @@ def mesh_of(config: JobConfig, ranks: int) -> OwnerMesh:
             "parallelism: a plan knows data parallelism only; expected tensor, pipeline, context "
             "and expert degrees of 1"
         )
+    if config.training.dtype != "float32":
+        raise ConfigError(
+            "training.dtype: a plan knows masters of float32 only, got "
+            f"{config.training.dtype}; what layers compute in is training.mixed_precision_param"
+        )
     if replicate == 1:
         return OwnerMesh(1, ranks)
     if shard == -1:

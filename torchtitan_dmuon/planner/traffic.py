@@ -27,19 +27,30 @@ class Network:
 
     def in_rows(self, bytes_: float) -> tuple[float, float]:
         """Return what gathering or scattering `bytes_` over a row sends, (inside, across)."""
-        near = min(self.columns, self.gpus_per_node)
-        far = -(-self.columns // self.gpus_per_node)
-        return bytes_ * (near - 1) / near, bytes_ * (far - 1) / (far * near)
+        far = self._mean_nodes(self.rows, self.columns, stride=1)
+        return bytes_ * (self.columns - far) / self.columns, bytes_ * (far - 1) / self.columns
 
     def in_columns(self, bytes_: float) -> tuple[float, float]:
         """Return what passing `bytes_` once down the columns sends, a rank's share of it.
 
         R - 1 hops over the R K ranks together; those between rows of one node stay inside.
         """
-        near = max(1, min(self.rows, self.gpus_per_node // self.columns))
-        far = -(-self.rows // near)
+        far = self._mean_nodes(self.columns, self.rows, stride=self.columns)
         ranks = self.rows * self.columns
         return bytes_ * (self.rows - far) / ranks, bytes_ * (far - 1) / ranks
+
+    def _mean_nodes(self, lines: int, members: int, *, stride: int) -> float:
+        """Return on how many nodes the ranks of a row, or of a column, are, mean over all of them.
+
+        Every node but one receives the bytes once from another node, its other ranks inside it.
+        """
+        if members == 1 or stride > self.gpus_per_node:
+            return members
+        # From one rank of a line to the next the node is the same or the following one.
+        begins = range(0, lines * members, members) if stride == 1 else range(lines)
+        reach = (members - 1) * stride
+        per = self.gpus_per_node
+        return 1 + sum((first + reach) // per - first // per for first in begins) / lines
 
 
 @dataclass(frozen=True, slots=True)
