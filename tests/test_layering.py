@@ -36,9 +36,11 @@ LEVELS = [
         "optim.matrix_step",
         "optim.options",
     },
-    {"comm.communicator", "optim.replay"},
+    {"comm.communicator", "comm.binding", "optim.replay"},
     {"comm", "optim.algorithms"},
-    {"comm.c10d", "runtime.layout"},
+    {"comm.c10d", "comm.shm", "comm.gin", "runtime.layout"},
+    {"comm.operators"},
+    {"comm.operators_communicator"},
     {"runtime.group"},
     {
         "runtime.site",
@@ -69,7 +71,7 @@ LEVELS = [
     {"config.optimizer_checks", "config.checkpoint_checks"},
     {"config.checks"},
     {"config.build"},
-    {"planner"},
+    {"planner", "simulator"},
     {"launch", "train", "bench", "checkpoint.export", "costs", "doctor"},
     {"cli"},
 ]
@@ -81,8 +83,10 @@ def _unit(module: str) -> str:
         "bench",
         "data",
         "models",
+        "native",
         "ownership",
         "planner",
+        "simulator",
         "optim.symmetric_matmul",
         "optim.algorithms",
     ):

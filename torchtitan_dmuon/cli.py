@@ -20,6 +20,7 @@ from torchtitan_dmuon.config.errors import ConfigError, nearest
 from torchtitan_dmuon.log import end_of_pipe
 from torchtitan_dmuon.patching import PatchError
 from torchtitan_dmuon.planner import command as planner
+from torchtitan_dmuon.simulator import command as simulator
 
 COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]], None]]] = {
     "bench": (bench.Options, bench.run),
@@ -28,6 +29,7 @@ COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]
     "export": (export.ExportOptions, export.run_export),
     "import": (export.ImportOptions, export.run_import),
     "plan": (planner.Options, planner.run),
+    "simulate": (simulator.Options, simulator.run),
 }
 """Of each command its options, and what runs it: (options, job options, all arguments)."""
 

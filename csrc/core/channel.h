@@ -78,6 +78,18 @@ struct Channel {
     return ring * slots + static_cast<int>(sequence % slots);
   }
   DMUON_HD int counters() const { return rings() * slots; }
+
+  // The chain ring that a signal, or a counter, serves; -1: the star path. For fabrics that keep
+  // what belongs to one ring together: a put's signal and its counter have the same answer.
+  DMUON_HD int chain_ring_of_signal(int signal) const {
+    const int arrivals = rings() * slots;
+    const int ring = signal < arrivals ? signal / slots : signal - arrivals;
+    return ring < chain_rings() ? ring : -1;
+  }
+  DMUON_HD int chain_ring_of_counter(int counter) const {
+    const int ring = counter / slots;
+    return ring < chain_rings() ? ring : -1;
+  }
 };
 
 }  // namespace dmuon

@@ -34,5 +34,8 @@
 //   uint64_t read_signal(signal)     own word; acquires what the puts wrote that it counts
 //   uint64_t read_counter(counter)   own word
 //
+// For the core's own state, which all threads of a group read and one writes:
+//   void keep(place, value)          *place = value, seen by all threads of the group afterwards
+//
 // No call blocks.
 #pragma once

@@ -25,23 +25,31 @@ struct Stuck {
 // Which ranks of the node have entered; each is asked until it has.
 class Entered {
  public:
-  DMUON_HD Entered(uint64_t number, int rails) : number_(number), rails_(rails) {}
+  DMUON_HD Entered(uint64_t number, int rails)
+      : number_(number), rails_(rails), missing_(rails) {}
 
   template <class Fabric>
-  DMUON_HD bool one(Fabric& fabric, int rail) const {
-    return rail < known_ || fabric.entered(rail, number_);
+  DMUON_HD bool one(Fabric& fabric, int rail) {
+    if (rail < known_) return true;
+    const bool there = fabric.entered(rail, number_);
+    missing_ = there ? rails_ : rail;
+    return there;
   }
   template <class Fabric>
   DMUON_HD bool all(Fabric& fabric) {
     while (known_ < rails_ && fabric.entered(known_, number_)) ++known_;
+    missing_ = known_;
     return known_ == rails_;
   }
-  DMUON_HD int missing() const { return known_; }
+  // The rank that had not entered when last asked for; the number of rails: none, or none was asked
+  // for.
+  DMUON_HD int missing() const { return missing_; }
 
  private:
   uint64_t number_;
   int rails_;
   int known_ = 0;  // rails below this one have entered
+  int missing_;
 };
 
 template <class Fabric, class Operator>

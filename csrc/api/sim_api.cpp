@@ -1,0 +1,66 @@
+// C ABI of the simulator. Functions return 0, or -1 for bad arguments, -2 for what a run found
+// wrong; dmuon_error() then says what.
+#include <string>
+#include <vector>
+
+#include "fabric/sim.h"
+
+namespace {
+thread_local std::string error;
+}  // namespace
+
+extern "C" {
+
+const char* dmuon_error() { return error.c_str(); }
+
+// What a run tells, besides what each rank's links carried.
+struct dmuon_sim_summary {
+  double us;
+  uint64_t steps;
+  int32_t groups;
+  int32_t star;
+};
+
+// Runs `call_count` calls; call i has counts[i] of the segments, which follow each other.
+//   schedules: number of runs, with seeds config->seed, +1, ...; the results are of the last one,
+//     but the steps those of all
+//   links: 4 words per rank: NIC out, NIC in, NVLink out, NVLink in
+//   rank_us: one per rank
+//   make_actor: dmuon_sim_make_actor of another library, whose protocol is driven; or null
+int dmuon_sim_run(const dmuon::sim::Config* config, const dmuon::Segment* segments,
+                  const uint64_t* counts, uint64_t call_count, uint64_t schedules,
+                  dmuon_sim_summary* summary, uint64_t* links, double* rank_us,
+                  dmuon::sim::MakeActor make_actor) {
+  dmuon::sim::Config one = *config;
+  try {
+    std::vector<std::vector<dmuon::Segment>> calls;
+    for (uint64_t i = 0; i < call_count; ++i) {
+      calls.emplace_back(segments, segments + counts[i]);
+      segments += counts[i];
+    }
+    *summary = {};
+    for (uint64_t i = 0; i < schedules; ++i, ++one.seed) {
+      const dmuon::sim::Result result =
+          dmuon::sim::run(one, calls, make_actor ? make_actor : dmuon_sim_make_actor);
+      *summary = {result.us, summary->steps + result.steps, result.groups, result.star};
+      if (i + 1 < schedules) continue;
+      for (size_t rank = 0; rank < result.links.size(); ++rank) {
+        const dmuon::sim::Links& l = result.links[rank];
+        rank_us[rank] = result.rank_us[rank];
+        links[4 * rank] = l.nic_out;
+        links[4 * rank + 1] = l.nic_in;
+        links[4 * rank + 2] = l.nvlink_out;
+        links[4 * rank + 3] = l.nvlink_in;
+      }
+    }
+    return 0;
+  } catch (const dmuon::sim::Violation& e) {
+    error = "seed " + std::to_string(one.seed) + ": " + e.what();
+    return -2;
+  } catch (const std::exception& e) {
+    error = e.what();
+    return -1;
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,492 @@
+#include "fabric/sim.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <queue>
+
+#include "fabric/sim_clock.h"
+#include "fabric/sim_group.h"
+#include "fabric/sim_memory.h"
+
+namespace dmuon::sim {
+namespace {
+
+class World;
+
+// The operations of one thread group. Words are read as they are when its step begins: a change
+// during a step is seen in the next. Ports are reserved in the order in which steps begin.
+class GroupFabric final : public Fabric {
+ public:
+  bool entered(int rail, uint64_t number) override;
+  void enter(uint64_t number) override;
+  bool finished(uint64_t count) override;
+  void finish() override;
+  void fetch(uint64_t to, int rail, uint64_t from, uint64_t n) override;
+  void multicast(uint64_t to, int rail, uint64_t from, uint64_t n, int except) override;
+  void reduce(int rail, uint64_t to, uint64_t from, uint64_t n, Dtype dtype, uint64_t partials,
+              int count, uint64_t stride) override;
+  void put(int node, uint64_t to, uint64_t from, uint64_t n, int signal, int counter) override;
+  void signal(int node, int signal) override;
+  uint64_t read_signal(int signal) override;
+  uint64_t read_counter(int counter) override;
+
+  World* world = nullptr;
+  int32_t rank = 0;
+  int32_t group = 0;  // of all ranks' groups, for the memory
+  uint64_t number = 0;
+  Time clock = 0;
+};
+
+struct GroupState {
+  GroupFabric fabric;
+  std::unique_ptr<Actor> actor;
+  bool asleep = false;
+};
+
+struct Rank {
+  Port nic_out, nic_in, nvlink_out, nvlink_in;
+  Time left = 0;
+  size_t calls = 0;  // launched
+  int open = 0;      // groups of the present call that have not finished
+  Call call{};
+  std::vector<uint32_t> words;
+  std::vector<Cursor> cursors;
+  std::vector<GroupState> groups;  // their places do not change during a call
+};
+
+// A table as one rail sees it; the same at all nodes.
+struct Table {
+  explicit Table(Plan p) : plan(std::move(p)) {}
+  Plan plan;
+  std::vector<int32_t> waiter;  // per word the group that waits for it; -1: all
+};
+
+class World {
+ public:
+  World(const Config& config, const std::vector<std::vector<Segment>>& calls,
+        MakeActor make_actor);
+  Result run();
+
+ private:
+  friend class GroupFabric;
+
+  // Words of a rank: signals, counters, and per rail of the node calls entered, groups finished.
+  uint32_t counter_word(int counter) const { return channel_.signals() + counter; }
+  uint32_t enter_word(int rail) const {
+    return channel_.signals() + channel_.counters() + rail;
+  }
+  uint32_t finish_word(int rail) const { return enter_word(rail) + channel_.rails; }
+
+  void make_tables();
+  void launch(int32_t rank, Time now);
+  void step(const Event& event);
+  void add(const Event& event);
+  void leave(int32_t rank, Time now);
+  void push(Time time, Kind kind, int32_t rank, uint32_t what) {
+    events_.push({time, ++order_, kind, rank, what});
+  }
+  // Move something later, for a schedule that no cost would produce.
+  Time delay() {
+    if (delay_ == 0) return 0;
+    const uint32_t bits = random_.next();
+    const Time most = bits % 8 == 0 ? 16 * delay_ : delay_;
+    return static_cast<Time>(random_.next()) % (most + 1);
+  }
+  void spend(GroupFabric& fabric, double us) { fabric.clock += picoseconds(us) + delay(); }
+  void add_later(Time time, int32_t rank, uint32_t word) { push(time, Kind::add, rank, word); }
+  void move(const GroupFabric& fabric, Memory::Move move);
+  void release(const GroupFabric& fabric, Dropped unless);
+  Rank& peer(int32_t rank, int rail) { return ranks_[rank / rails_ * rails_ + rail]; }
+  int32_t peer_rank(int32_t rank, int rail) const { return rank / rails_ * rails_ + rail; }
+  [[noreturn]] void report_deadlock() const;
+
+  const Config config_;
+  const Costs& costs_;
+  const std::vector<std::vector<Segment>>& segments_;
+  const MakeActor make_actor_;
+  const int rails_;
+  Channel channel_;  // of rank 0
+  const Time delay_;
+  Random random_;
+  std::unique_ptr<Memory> memory_;
+  std::vector<std::vector<Table>> tables_;  // per call and rail
+  std::vector<Rank> ranks_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
+  uint64_t order_ = 0;
+  uint64_t steps_ = 0;
+  Time now_ = 0;
+};
+
+// ---- operations ----
+
+bool GroupFabric::entered(int rail, uint64_t call) {
+  world->spend(*this, world->costs_.read_us);
+  return world->ranks_[rank].words[world->enter_word(rail)] >= call;
+}
+
+bool GroupFabric::finished(uint64_t count) {
+  world->spend(*this, world->costs_.read_us);
+  for (int rail = 0; rail < world->rails_; ++rail) {
+    if (world->ranks_[rank].words[world->finish_word(rail)] < count) return false;
+  }
+  return true;
+}
+
+uint64_t GroupFabric::read_signal(int signal) {
+  world->spend(*this, world->costs_.read_us);
+  return world->ranks_[rank].words[signal];
+}
+
+uint64_t GroupFabric::read_counter(int counter) {
+  world->spend(*this, world->costs_.read_us);
+  return world->ranks_[rank].words[world->counter_word(counter)];
+}
+
+void GroupFabric::enter(uint64_t call) {
+  if (world->memory_) {
+    if (world->config_.dropped != static_cast<int32_t>(Dropped::enter)) {
+      world->memory_->release(-2 - rank);
+    }
+    world->memory_->enter(rank, call);
+  }
+  const int own = rank % world->rails_;
+  for (int rail = 0; rail < world->rails_; ++rail) {
+    world->add_later(clock + picoseconds(world->costs_.flag_us) + world->delay(),
+                     world->peer_rank(rank, rail), world->enter_word(own));
+  }
+}
+
+void GroupFabric::finish() {
+  world->release(*this, Dropped::finish);
+  world->spend(*this, world->costs_.fence_us);
+  const int own = rank % world->rails_;
+  for (int rail = 0; rail < world->rails_; ++rail) {
+    world->add_later(clock + picoseconds(world->costs_.flag_us) + world->delay(),
+                     world->peer_rank(rank, rail), world->finish_word(own));
+  }
+}
+
+void GroupFabric::fetch(uint64_t to, int rail, uint64_t from, uint64_t n) {
+  const Costs& costs = world->costs_;
+  Time ports = clock;
+  if (world->peer_rank(rank, rail) != rank) {
+    ports = std::max(world->peer(rank, rail).nvlink_out.pass(clock, n, costs.port_gbs),
+                     world->ranks_[rank].nvlink_in.pass(clock, n, costs.port_gbs));
+  }
+  const Time start = clock;
+  clock = std::max(start + picoseconds(n * 1e-3 / costs.copy_gbs), ports);
+  world->spend(*this, costs.load_us);
+  if (!world->memory_) return;
+  Memory::Move move;
+  move.reads.push_back({world->peer_rank(rank, rail), from, from + n});
+  move.write = {rank, to, to + n};
+  world->move(*this, std::move(move));
+}
+
+void GroupFabric::multicast(uint64_t to, int rail, uint64_t from, uint64_t n, int except) {
+  const Costs& costs = world->costs_;
+  const int32_t source = world->peer_rank(rank, rail);
+  Time ports = clock;
+  if (source != rank) {
+    ports = std::max(world->ranks_[source].nvlink_out.pass(clock, n, costs.port_gbs),
+                     world->ranks_[rank].nvlink_in.pass(clock, n, costs.port_gbs));
+  }
+  if (world->rails_ > 1) {
+    // The switch writes to all ranks of the node, the sender included.
+    ports = std::max(ports, world->ranks_[rank].nvlink_out.pass(clock, n, costs.port_gbs));
+    for (int k = 0; k < world->rails_; ++k) {
+      ports = std::max(ports, world->peer(rank, k).nvlink_in.pass(clock, n, costs.port_gbs));
+    }
+  }
+  clock = std::max(clock + picoseconds(n * 1e-3 / costs.multicast_gbs), ports);
+  world->spend(*this, costs.store_us);
+  if (!world->memory_) return;
+  const bool skip = world->random_.next() % 2 == 0;
+  for (int k = 0; k < world->rails_; ++k) {
+    if (k == except && skip) continue;
+    Memory::Move move;
+    move.reads.push_back({source, from, from + n});
+    move.write = {world->peer_rank(rank, k), to, to + n};
+    world->move(*this, std::move(move));
+  }
+}
+
+void GroupFabric::reduce(int rail, uint64_t to, uint64_t from, uint64_t n, Dtype, uint64_t partials,
+                    int count, uint64_t stride) {
+  const Costs& costs = world->costs_;
+  Time ports = clock;
+  if (world->rails_ > 1) {
+    for (int k = 0; k < world->rails_; ++k) {
+      ports = std::max(
+          ports, world->peer(rank, k).nvlink_out.pass(clock, n, costs.port_reduce_gbs));
+    }
+    ports = std::max(ports, world->ranks_[rank].nvlink_in.pass(clock, n, costs.port_reduce_gbs));
+  }
+  const int32_t target = world->peer_rank(rank, rail);
+  if (target != rank) {
+    ports = std::max(ports, world->ranks_[rank].nvlink_out.pass(clock, n, costs.port_gbs));
+    ports = std::max(ports, world->ranks_[target].nvlink_in.pass(clock, n, costs.port_gbs));
+  }
+  clock = std::max(clock + picoseconds(n * 1e-3 / costs.group_reduce_gbs), ports);
+  world->spend(*this, costs.reduce_us);
+  if (!world->memory_) return;
+  Memory::Move move;
+  move.sum = true;
+  for (int k = 0; k < world->rails_; ++k) {
+    move.reads.push_back({world->peer_rank(rank, k), from, from + n});
+  }
+  for (int i = 0; i < count; ++i) {
+    move.reads.push_back({rank, partials + i * stride, partials + i * stride + n});
+  }
+  move.write = {target, to, to + n};
+  world->move(*this, std::move(move));
+}
+
+void GroupFabric::put(int node, uint64_t to, uint64_t from, uint64_t n, int signal, int counter) {
+  const Costs& costs = world->costs_;
+  world->release(*this, Dropped::put);
+  world->spend(*this, costs.put_us);
+  const int32_t there = node * world->rails_ + rank % world->rails_;
+  const Time gap = picoseconds(costs.message_us);
+  const Time wire = picoseconds(costs.wire_us);
+  const Time sent = world->ranks_[rank].nic_out.pass(clock, n, costs.nic_gbs, gap);
+  const Time first = sent - picoseconds(n * 1e-3 / costs.nic_gbs) + wire;
+  const Time received = world->ranks_[there].nic_in.pass(first, n, costs.nic_gbs);
+  const Time read = sent + world->delay();
+  const Time landed =
+      std::max({received, first + picoseconds(n * 1e-3 / costs.message_gbs), read}) +
+      world->delay();
+  if (world->memory_) {
+    Memory::Move move;
+    move.number = number;
+    move.reads.push_back({rank, from, from + n});
+    move.write = {there, to, to + n};
+    const uint32_t index = world->memory_->start(std::move(move), false);
+    world->push(read, Kind::capture, rank, index);
+    world->push(landed, Kind::move, rank, index);
+  }
+  world->add_later(landed + picoseconds(costs.arrive_us) + world->delay(), there, signal);
+  // The source is known to be read when the receiver's NIC has said so.
+  world->add_later(std::max(read, received) + wire + world->delay(), rank,
+                   world->counter_word(counter));
+}
+
+void GroupFabric::signal(int node, int signal) {
+  const Costs& costs = world->costs_;
+  world->release(*this, Dropped::signal);
+  world->spend(*this, costs.signal_us);
+  const int32_t there = node * world->rails_ + rank % world->rails_;
+  const Time sent =
+      world->ranks_[rank].nic_out.pass(clock, 0, costs.nic_gbs, picoseconds(costs.message_us));
+  world->add_later(sent + picoseconds(costs.wire_us + costs.arrive_us) + world->delay(), there,
+                   signal);
+}
+
+// ---- the loop ----
+
+World::World(const Config& config, const std::vector<std::vector<Segment>>& calls,
+             MakeActor make_actor)
+    : config_(config),
+      costs_(config_.costs),
+      segments_(calls),
+      make_actor_(make_actor),
+      rails_(config.rails),
+      delay_(picoseconds(config.delay_us)),
+      random_(config.seed) {
+  make_tables();
+  const auto operation = static_cast<Operation>(config.operation);
+  if (config.carry) {
+    memory_ = std::make_unique<Memory>(operation, static_cast<Dtype>(config.dtype), config.nodes,
+                                       config.rails, config.buffer_bytes, config.home_bytes,
+                                       channel_.ring_bytes(), config.seed);
+  }
+  ranks_.resize(static_cast<size_t>(config.nodes) * config.rails);
+  for (Rank& rank : ranks_) {
+    rank.words.assign(finish_word(rails_), 0);
+    rank.cursors.assign(channel_.cursors(), Cursor{});
+  }
+}
+
+void World::make_tables() {
+  const uint64_t ring_base = config_.buffer_bytes + config_.home_bytes;
+  for (const std::vector<Segment>& segments : segments_) {
+    std::vector<Table>& tables = tables_.emplace_back();
+    for (int rail = 0; rail < config_.rails; ++rail) {
+      Channel channel =
+          make_channel(static_cast<Operation>(config_.operation), config_.nodes, config_.rails, 0,
+                       rail, config_.chunk_bytes == 0 ? kChunkBytes : config_.chunk_bytes,
+                       config_.slots == 0 ? kSlots : config_.slots, ring_base);
+      if (config_.lanes > 0) channel.lanes = config_.lanes;
+      if (rail == 0) channel_ = channel;
+      const uint32_t element = static_cast<Dtype>(config_.dtype) == Dtype::float32 ? 4 : 2;
+      tables.emplace_back(Plan(
+          channel, segments, config_.buffer_bytes, config_.home_bytes,
+          static_cast<Operation>(config_.operation) == Operation::reduce_scatter_v ? element : 1));
+      // Who waits for a ring's words. Entries and ends concern all.
+      Table& table = tables.back();
+      PlanView view = table.plan.view();
+      const int groups = config_.groups > 0 ? config_.groups : view.groups;
+      table.waiter.assign(finish_word(rails_), -1);
+      if (view.star || channel.nodes == 1) continue;
+      for (int i = 0; i < view.pipeline_count; ++i) {
+        const Pipeline& p = view.pipelines[i];
+        const int ring = channel.ring(p.queue, p.lane, false);
+        for (int slot = 0; slot < channel.slots; ++slot) {
+          table.waiter[channel.arrival_signal(ring, slot)] = i % groups;
+          table.waiter[counter_word(channel.put_counter(ring, slot))] = i % groups;
+        }
+        table.waiter[channel.ack_signal(ring, 0)] = i % groups;
+      }
+    }
+  }
+}
+
+void World::launch(int32_t index, Time now) {
+  Rank& rank = ranks_[index];
+  const size_t c = rank.calls++;
+  const uint64_t before = rank.call.groups_finished;
+  Call& call = rank.call;
+  call.plan = tables_[c][index % rails_].plan.view();
+  if (config_.groups > 0) call.plan.groups = call.plan.blocks = config_.groups;
+  call.channel = channel_;
+  call.channel.node = index / rails_;
+  call.channel.rail = index % rails_;
+  call.buffer = 0;
+  call.home = config_.buffer_bytes;
+  call.dtype = static_cast<Dtype>(config_.dtype);
+  call.number = c + 1;
+  call.groups_finished = before + call.plan.groups;
+  if (memory_) {
+    for (const uint32_t move : memory_->launch(index, call.number, segments_[c])) {
+      push(now + delay(), Kind::move, index, move);
+    }
+  }
+  rank.groups.clear();
+  rank.groups.resize(call.plan.groups);
+  rank.open = call.plan.groups;
+  for (int group = 0; group < call.plan.groups; ++group) {
+    GroupState& state = rank.groups[group];
+    state.fabric.world = this;
+    state.fabric.rank = index;
+    state.fabric.group = index * 1024 + group;
+    state.fabric.number = call.number;
+    state.actor.reset(make_actor_(call.channel.operation, &call, group, rank.cursors.data(),
+                                  &state.fabric));
+    push(now + picoseconds(costs_.launch_us) + delay(), Kind::step, index, group);
+  }
+}
+
+void World::step(const Event& event) {
+  Rank& rank = ranks_[event.rank];
+  GroupState& group = rank.groups[event.what];
+  group.fabric.clock = now_;
+  ++steps_;
+  switch (group.actor->step()) {
+    case Progress::moved:
+      push(group.fabric.clock, Kind::step, event.rank, event.what);
+      break;
+    case Progress::idle:
+      // It would ask again and again; whatever changes the answer wakes it.
+      group.asleep = true;
+      break;
+    case Progress::finished:
+      rank.left = std::max(rank.left, group.fabric.clock);
+      if (--rank.open == 0) push(rank.left, Kind::leave, event.rank, 0);
+      break;
+  }
+}
+
+void World::add(const Event& event) {
+  Rank& rank = ranks_[event.rank];
+  ++rank.words[event.what];
+  if (rank.groups.empty()) return;
+  const int32_t waiter = tables_[rank.calls - 1][event.rank % rails_].waiter[event.what];
+  const int first = waiter < 0 ? 0 : waiter;
+  const int last = waiter < 0 ? static_cast<int>(rank.groups.size()) : waiter + 1;
+  for (int i = first; i < last; ++i) {
+    GroupState& group = rank.groups[i];
+    if (!group.asleep) continue;
+    group.asleep = false;
+    push(std::max(now_, group.fabric.clock), Kind::step, event.rank, i);
+  }
+}
+
+void World::leave(int32_t index, Time now) {
+  Rank& rank = ranks_[index];
+  if (memory_) memory_->leave(index, segments_[rank.calls - 1]);
+  rank.groups.clear();
+  if (rank.calls < segments_.size()) launch(index, now + delay());
+}
+
+void World::move(const GroupFabric& fabric, Memory::Move move) {
+  move.group = fabric.group;
+  move.number = fabric.number;
+  const uint32_t index = memory_->start(std::move(move), true);
+  push(fabric.clock + delay(), Kind::move, fabric.rank, index);
+}
+
+void World::release(const GroupFabric& fabric, Dropped unless) {
+  if (memory_ && config_.dropped != static_cast<int32_t>(unless)) memory_->release(fabric.group);
+}
+
+void World::report_deadlock() const {
+  static const char* const names[] = {"nothing", "an entry", "a chunk", "an acknowledgement",
+                                      "the end of a put", "the others' end"};
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const Rank& rank = ranks_[i];
+    for (size_t group = 0; group < rank.groups.size(); ++group) {
+      if (!rank.groups[group].asleep) continue;
+      const Stuck stuck = rank.groups[group].actor->stuck();
+      char text[256];
+      std::snprintf(text, sizeof text,
+                    "deadlock: call %" PRIu64 ", rank %zu, group %zu waits for %s of %d (queue %d, "
+                    "chunk %" PRIu64 ")",
+                    rank.call.number, i, group, names[static_cast<int>(stuck.wait)], stuck.peer,
+                    stuck.queue, stuck.chunk);
+      throw Violation(text);
+    }
+  }
+  throw Violation("deadlock: no rank is in a call");
+}
+
+Result World::run() {
+  for (size_t i = 0; i < ranks_.size(); ++i) launch(static_cast<int32_t>(i), delay());
+  while (!events_.empty()) {
+    const Event event = events_.top();
+    events_.pop();
+    now_ = event.time;
+    switch (event.kind) {
+      case Kind::step: step(event); break;
+      case Kind::add: add(event); break;
+      case Kind::leave: leave(event.rank, now_); break;
+      case Kind::capture: memory_->capture(event.what); break;
+      case Kind::move: memory_->finish(event.what); break;
+    }
+  }
+  Result result;
+  Time last = 0;
+  for (const Rank& rank : ranks_) {
+    if (rank.calls < segments_.size() || !rank.groups.empty()) report_deadlock();
+    last = std::max(last, rank.left);
+    result.rank_us.push_back(static_cast<double>(rank.left) * 1e-6);
+    result.links.push_back({rank.nic_out.bytes, rank.nic_in.bytes, rank.nvlink_out.bytes,
+                            rank.nvlink_in.bytes});
+  }
+  if (memory_) memory_->end();
+  result.us = static_cast<double>(last) * 1e-6;
+  result.steps = steps_;
+  result.groups = ranks_[0].call.plan.groups;
+  result.star = ranks_[0].call.plan.star;
+  return result;
+}
+
+}  // namespace
+
+Result run(const Config& config, const std::vector<std::vector<Segment>>& calls,
+           MakeActor make_actor) {
+  if (calls.empty()) throw TableError("no calls, expected 1 or more");
+  return World(config, calls, make_actor).run();
+}
+
+}  // namespace dmuon::sim

@@ -1,0 +1,1 @@
+"""Runs the operators' protocol under a virtual clock: what calls cost on a described cluster."""

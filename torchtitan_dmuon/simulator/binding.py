@@ -1,0 +1,242 @@
+"""The `sim` fabric of csrc/ from Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from torchtitan_dmuon.native.build import build
+from torchtitan_dmuon.simulator.cluster import Costs
+
+SOURCES = (
+    "api/sim_api.cpp",
+    "fabric/sim.cpp",
+    "fabric/sim_group.cpp",
+    "fabric/sim_memory.cpp",
+    "core/table.cpp",
+)
+PROTOCOL_SOURCES = ("fabric/sim_group.cpp",)
+"""What depends on the steps of the protocol."""
+
+OPERATIONS = {"allgatherv": 0, "reducescatterv": 1}
+DTYPES = {"bfloat16": 0, "float32": 1}
+RELEASES = ("", "put", "signal", "finish", "enter")
+
+
+class Violation(RuntimeError):
+    """A run came to a standstill, or moved wrong bytes; says where, and with which seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The contiguous bytes of one matrix in its group's buffer.
+
+    Attributes:
+        offset: In the buffer, in bytes; a multiple of 16.
+        nbytes: Length in bytes; 0 is allowed.
+        node: Of the owner.
+        rail: Of the owner, in its node.
+        home: In the owner's reduced buffer, in bytes; a multiple of 16. A gather ignores it.
+    """
+
+    offset: int
+    nbytes: int
+    node: int
+    rail: int = 0
+    home: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes that the links of one GPU carried.
+
+    Attributes:
+        nic_out: Sent by its NIC.
+        nic_in: Received by its NIC.
+        nvlink_out: Left the GPU over NVLink.
+        nvlink_in: Came in over NVLink.
+    """
+
+    nic_out: int
+    nic_in: int
+    nvlink_out: int
+    nvlink_in: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run showed.
+
+    Attributes:
+        ms: From the launch of the first call until the slowest rank left the last one.
+        steps: Steps of all thread groups, in all schedules.
+        groups: Thread groups of a rank in the last call.
+        star: Whether the last call took the star path.
+        links: Per rank, node by node.
+        rank_ms: Per rank: when it left its last call.
+    """
+
+    ms: float
+    steps: int
+    groups: int
+    star: bool
+    links: list[Links]
+    rank_ms: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is simulated: a mesh, a channel, and how.
+
+    Attributes:
+        operation: "allgatherv" or "reducescatterv".
+        nodes: Nodes.
+        rails: GPUs of a node.
+        buffer_bytes: Of the group's buffer.
+        home_bytes: Of an owner's reduced buffer.
+        chunk_bytes: Bytes of a chunk, a multiple of 16; 0: the protocol's own.
+        slots: Slots of a ring; 0: the protocol's own.
+        dtype: Of the elements: "bfloat16" or "float32".
+        groups: Thread groups of a call; 0: as many as the plan wants.
+        lanes: Pipelines of a queue; 0: as many as the channel has.
+        carry: Move and check bytes.
+        without_release: Break the fabric: the operation ("put", "signal", "finish", "enter") does
+            not order what was written before it. Empty: a right fabric.
+        seed: Of all that is random.
+        delay_us: Operations are delayed at random up to this, now and then 16 times longer.
+    """
+
+    operation: str
+    nodes: int
+    rails: int
+    buffer_bytes: int
+    home_bytes: int = 0
+    chunk_bytes: int = 0
+    slots: int = 0
+    dtype: str = "bfloat16"
+    groups: int = 0
+    lanes: int = 0
+    carry: bool = False
+    without_release: str = ""
+    seed: int = 0
+    delay_us: float = 0.0
+
+
+class _Costs(ctypes.Structure):
+    _fields_ = [(f.name, ctypes.c_double) for f in fields(Costs)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("operation", "nodes", "rails", "slots", "dtype")),
+        *((name, ctypes.c_int32) for name in ("groups", "lanes", "carry", "dropped")),
+        ("chunk_bytes", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("buffer_bytes", "home_bytes", "seed")),
+        ("delay_us", ctypes.c_double),
+        ("costs", _Costs),
+    ]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("offset", "home", "nbytes")),
+        *((name, ctypes.c_int32) for name in ("node", "rail")),
+    ]
+
+
+class _Summary(ctypes.Structure):
+    _fields_ = [
+        ("us", ctypes.c_double),
+        ("steps", ctypes.c_uint64),
+        ("groups", ctypes.c_int32),
+        ("star", ctypes.c_int32),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build("dmuon_sim", SOURCES, flags=("-O2",))))
+    library.dmuon_error.restype = ctypes.c_char_p
+    library.dmuon_sim_run.argtypes = [
+        ctypes.POINTER(_Config),
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        *([ctypes.c_void_p] * 4),
+    ]
+    return library
+
+
+def simulate(
+    run: Run,
+    costs: Costs,
+    calls: Sequence[Sequence[Segment]],
+    *,
+    schedules: int = 1,
+    protocol: ctypes.CDLL | None = None,
+) -> Outcome:
+    """Make the calls one after the other on every rank, in one channel.
+
+    Args:
+        run: What is simulated.
+        costs: What operations cost.
+        calls: The tables of segments.
+        schedules: Runs, with the seeds run.seed, run.seed + 1, ...; the outcome is the last one's.
+        protocol: A library made of `PROTOCOL_SOURCES`, in place of this package's: it drives the
+            calls.
+
+    Raises:
+        ValueError: a table or a size is wrong; the message names the segment.
+        Violation: a deadlock or, with `run.carry`, wrong bytes or a race.
+        NativeError: the simulator cannot be compiled.
+    """
+    library = _library()
+    flat = [s for call in calls for s in call]
+    words = [_Segment(s.offset, s.home, s.nbytes, s.node, s.rail) for s in flat]
+    segments = (_Segment * len(flat))(*words)
+    counts = (ctypes.c_uint64 * len(calls))(*(len(call) for call in calls))
+    ranks = run.nodes * run.rails
+    summary = _Summary()
+    links, rank_us = (ctypes.c_uint64 * (4 * ranks))(), (ctypes.c_double * ranks)()
+    code = library.dmuon_sim_run(
+        ctypes.byref(_config(run, costs)),
+        segments,
+        counts,
+        len(calls),
+        schedules,
+        ctypes.byref(summary),
+        links,
+        rank_us,
+        ctypes.cast(protocol.dmuon_sim_make_actor, ctypes.c_void_p) if protocol else None,
+    )
+    if code:
+        text = library.dmuon_error().decode()
+        raise Violation(text) if code == -2 else ValueError(text)
+    values = list(links)
+    return Outcome(
+        ms=summary.us / 1e3,
+        steps=summary.steps,
+        groups=summary.groups,
+        star=bool(summary.star),
+        links=[Links(*values[i : i + 4]) for i in range(0, 4 * ranks, 4)],
+        rank_ms=[x / 1e3 for x in rank_us],
+    )
+
+
+def _config(run: Run, costs: Costs) -> _Config:
+    values: dict[str, Any] = {
+        name: getattr(run, name)
+        for name in (field[0] for field in _Config._fields_)
+        if name not in ("operation", "dtype", "dropped", "costs")
+    }
+    return _Config(
+        **values,
+        operation=OPERATIONS[run.operation],
+        dtype=DTYPES[run.dtype],
+        dropped=RELEASES.index(run.without_release),
+        costs=_Costs(*(getattr(costs, f.name) for f in fields(Costs))),
+    )

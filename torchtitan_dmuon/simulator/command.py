@@ -1,0 +1,178 @@
+"""`dmuon simulate`: what the operators cost on a cluster that is described, not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.native.build import NativeError
+
+if TYPE_CHECKING:
+    from torchtitan_dmuon.simulator.operator import Prediction
+
+_MOST_GPUS = 8192
+_MOST_BYTES = 2**36
+
+
+@dataclass(kw_only=True, slots=True)
+class Options:
+    """Predict what one gather or reduction of owned matrices takes on a described cluster, and
+    what every link carries: the scheduling code that runs on GPUs, under a virtual clock.
+
+    dmuon simulate operator --op allgatherv --gpus 256 --bytes 1073741824
+
+    The first run compiles the simulator (some seconds; needs g++). No GPU is needed. 256 GPUs and
+    1 GiB take seconds, 4096 GPUs some minutes. The time is that of one call alone, launched
+    everywhere at once, without the computation beside it. docs/simulator.md says how far to trust
+    it.
+    """
+
+    what: Annotated[str, tyro.conf.Positional] = ""
+    """What is simulated: operator."""
+
+    op: Literal["allgatherv", "reducescatterv"] = "allgatherv"
+    """allgatherv: every GPU gets the owners' segments. reducescatterv: owners get their sums."""
+
+    gpus: int = 256
+    """GPUs of the cluster."""
+
+    bytes: int = 1073741824
+    """Bytes of one call: the sum of all segments."""
+
+    gpus_per_node: int = 0
+    """GPUs of a node. 0: as in the cluster's description."""
+
+    owners: Literal["nodes", "gpus", "one"] = "nodes"
+    """Who owns a segment. nodes: the first GPU of every node; gpus: every GPU; one: the first of
+    all."""
+
+    lengths: str = "1:2:3"
+    """Ratios of the segments' lengths, in the order of their owners; they repeat."""
+
+    cluster: str = "h100_400g"
+    """What the cluster costs: a name that the package knows, or a .toml file (docs/simulator.md);
+    what the file leaves out is as in h100_400g."""
+
+    seed: int = 0
+    """Of the random delays."""
+
+    delay_us: float = 0.0
+    """Delay every operation at random, up to so many microseconds, now and then 16 times more: how
+    much does jitter cost? 0: no delays."""
+
+    json: bool = False
+    """Print JSON, with the bytes of every link; docs/simulator.md explains the keys."""
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Return the ratios in `--lengths`.
+
+    Raises:
+        ConfigError: not whole numbers with colons between, or all 0.
+    """
+    if not re.fullmatch(r"\d{1,6}(:\d{1,6}){0,999}", text) or not any(map(int, text.split(":"))):
+        raise ConfigError(
+            f'--lengths: expected whole numbers with colons, not all 0, e.g. 1:2:3, got "{text}"'
+        )
+    return [int(x) for x in text.split(":")]
+
+
+def owners_of(kind: str, nodes: int, per_node: int) -> list[tuple[int, int]]:
+    """Return node and rail of each owner."""
+    if kind == "one":
+        return [(0, 0)]
+    rails = range(per_node if kind == "gpus" else 1)
+    return [(node, rail) for node in range(nodes) for rail in rails]
+
+
+def check(options: Options) -> None:
+    """Raise ConfigError for what needs no cluster to be wrong."""
+    if options.what != "operator":
+        got = f', got "{options.what}"' if options.what else ""
+        raise ConfigError(f"dmuon simulate: expected operator{got} (see --help)")
+    for name, most in (("gpus", _MOST_GPUS), ("bytes", _MOST_BYTES)):
+        value = getattr(options, name)
+        if not 1 <= value <= most:
+            raise ConfigError(f"--{name}: expected 1 to {most}, got {value}")
+    if options.bytes % 2:
+        raise ConfigError(f"--bytes: expected whole bfloat16 elements, got {options.bytes}")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed: expected 0 to 2**63 - 1, got {options.seed}")
+    if not 0 <= options.delay_us <= 1000:
+        raise ConfigError(f"--delay_us: expected 0 to 1000, got {options.delay_us}")
+
+
+def predict_from(options: Options) -> Prediction:
+    """Return what the options ask for.
+
+    Raises:
+        ConfigError: a mistake in them, or in the cluster's file.
+    """
+    from dataclasses import replace
+
+    from torchtitan_dmuon.simulator.cluster import find_cluster
+    from torchtitan_dmuon.simulator.operator import predict, segments_of
+
+    check(options)
+    lengths = parse_lengths(options.lengths)
+    cluster = find_cluster(options.cluster)
+    if options.gpus_per_node < 0:
+        raise ConfigError(f"--gpus_per_node: expected at least 0, got {options.gpus_per_node}")
+    per_node = options.gpus_per_node or min(cluster.gpus_per_node, options.gpus)
+    nodes, left = divmod(options.gpus, per_node)
+    if left:
+        raise ConfigError(
+            f"--gpus {options.gpus}: expected a multiple of the {per_node} GPUs of a node"
+        )
+    owners = owners_of(options.owners, nodes, per_node)
+    try:
+        return predict(
+            options.op,
+            replace(cluster, gpus_per_node=per_node),
+            nodes,
+            segments_of(options.bytes, lengths, owners),
+            seed=options.seed,
+            delay_us=options.delay_us,
+        )
+    except (ValueError, NativeError) as e:
+        raise ConfigError(f"dmuon simulate: {e}") from e
+
+
+def report(prediction: Prediction) -> str:
+    """Return the prediction as text."""
+    p = prediction
+    lines = [
+        f"{p.operation}: {_size(p.bytes)} in {p.segments} segments on {p.gpus} GPUs "
+        f"({p.nodes} nodes), {p.cluster}",
+        f"predicted: {p.ms:.3f} ms, {p.path} path, {p.blocks} thread blocks per GPU",
+        f"{'bytes per GPU':<14}{'busiest':>12}{'mean':>12}",
+    ]
+    for kind, load in p.links.items():
+        name = kind.replace("nic", "NIC").replace("nvlink", "NVLink").replace("_", " ")
+        lines.append(f"{name:<14}{_size(load.busiest):>12}{_size(load.mean):>12}")
+    return "\n".join(lines)
+
+
+def _size(value: float) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while value >= 1024 and power + 1 < len(units):
+        value, power = value / 1024, power + 1
+    return f"{value:.0f} B" if power == 0 else f"{value:.1f} {units[power]}"
+
+
+def run(options: Options, job_options: Sequence[str], arguments: Sequence[str]) -> None:
+    """Simulate and print.
+
+    Raises:
+        ConfigError: what is wrong, in one line.
+    """
+    if job_options:
+        raise ConfigError(f"{job_options[0]}: dmuon simulate takes no job (see --help)")
+    prediction = predict_from(options)
+    print(prediction.to_json() if options.json else report(prediction))

@@ -1,0 +1,155 @@
+"""What one call of an operator costs on a described cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from torchtitan_dmuon.simulator.binding import Links, Run, Segment, simulate
+from torchtitan_dmuon.simulator.cluster import Cluster
+
+_ALIGNMENT = 16
+_ELEMENT = 2
+
+LINKS = ("nic_out", "nic_in", "nvlink_out", "nvlink_in")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes of one kind of link over all GPUs.
+
+    Attributes:
+        busiest: Of the GPU with the most.
+        mean: Of all GPUs.
+    """
+
+    busiest: int
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a call costs; the fields are the keys of the JSON (docs/simulator.md).
+
+    Attributes:
+        version: Of the keys' meaning.
+        operation: "allgatherv" or "reducescatterv".
+        cluster: Its name.
+        gpus: All GPUs.
+        nodes: Nodes.
+        bytes: Sum of the segments' lengths.
+        segments: Segments.
+        ms: From launch until the slowest GPU is done, in milliseconds.
+        path: "node" (one node), "star" or "chain".
+        blocks: Thread blocks per GPU.
+        seed: Of the random delays.
+        delay_us: Their usual limit; 0: none.
+        links: Per kind of link the load.
+        ranks: Per GPU, node by node: when it is done, and the bytes of its links.
+    """
+
+    version: int
+    operation: str
+    cluster: str
+    gpus: int
+    nodes: int
+    bytes: int
+    segments: int
+    ms: float
+    path: str
+    blocks: int
+    seed: int
+    delay_us: float
+    links: dict[str, Load]
+    ranks: list[dict[str, float]]
+
+    def to_json(self) -> str:
+        """Return the prediction as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def segments_of(
+    total: int, lengths: Sequence[int], owners: Sequence[tuple[int, int]]
+) -> list[Segment]:
+    """Return one segment per owner, laid one behind the other.
+
+    Args:
+        total: Bytes of all, even.
+        lengths: Their ratios; they repeat.
+        owners: Node and rail of each.
+    """
+    shares = [lengths[i % len(lengths)] for i in range(len(owners))]
+    whole, before, offset = sum(shares), 0, 0
+    segments = []
+    for (node, rail), share in zip(owners, shares, strict=True):
+        begin = total * before // whole // _ELEMENT * _ELEMENT
+        before += share
+        nbytes = total * before // whole // _ELEMENT * _ELEMENT - begin
+        segments.append(Segment(offset, nbytes, node, rail))
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return segments
+
+
+def predict(
+    operation: str,
+    cluster: Cluster,
+    nodes: int,
+    segments: Sequence[Segment],
+    *,
+    seed: int = 0,
+    delay_us: float = 0.0,
+) -> Prediction:
+    """Simulate one call, launched on all GPUs at the same time.
+
+    Args:
+        operation: "allgatherv" or "reducescatterv", of bfloat16 elements.
+        cluster: What it costs.
+        nodes: Nodes of cluster.gpus_per_node GPUs.
+        segments: The table.
+        seed: Of random delays.
+        delay_us: Delays every operation at random up to this, now and then 16 times longer.
+
+    Raises:
+        ValueError: a mistake in the table; the message names the segment.
+        NativeError: the simulator cannot be compiled.
+    """
+    ends = [s.offset + s.nbytes for s in segments]
+    homes = [s.home + s.nbytes for s in segments]
+    outcome = simulate(
+        Run(
+            operation=operation,
+            nodes=nodes,
+            rails=cluster.gpus_per_node,
+            buffer_bytes=-(-max(ends) // _ALIGNMENT) * _ALIGNMENT,
+            home_bytes=-(-max(homes) // _ALIGNMENT) * _ALIGNMENT,
+            seed=seed,
+            delay_us=delay_us,
+        ),
+        cluster.costs,
+        [segments],
+    )
+    return Prediction(
+        version=1,
+        operation=operation,
+        cluster=cluster.name,
+        gpus=nodes * cluster.gpus_per_node,
+        nodes=nodes,
+        bytes=sum(s.nbytes for s in segments),
+        segments=len(segments),
+        ms=outcome.ms,
+        path="star" if outcome.star else "chain" if nodes > 1 else "node",
+        blocks=outcome.groups,
+        seed=seed,
+        delay_us=delay_us,
+        links={kind: _load(outcome.links, kind) for kind in LINKS},
+        ranks=[
+            {"ms": ms, **asdict(links)}
+            for ms, links in zip(outcome.rank_ms, outcome.links, strict=True)
+        ],
+    )
+
+
+def _load(links: Sequence[Links], kind: str) -> Load:
+    get: Callable[[Links], int] = lambda x: int(getattr(x, kind))  # noqa: E731
+    return Load(busiest=max(map(get, links)), mean=sum(map(get, links)) / len(links))
