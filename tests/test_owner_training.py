@@ -88,7 +88,13 @@ def test_every_layout_is_one_algorithm(layout: str, reference: list[float], tmp_
     assert re.search(r"lm_head\.weight +2048x128 +adamw +sharded", text) and "28 matrices" in text
 
 
-@pytest.mark.parametrize(("layout", "count"), [("fsdp_z3", 4 * 28), ("hsdp_z2", 4 * 28)])
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        pytest.param("fsdp_z3", 4 * 28, marks=pytest.mark.long),
+        ("hsdp_z2", 4 * 28),
+    ],
+)
 def test_gathered_matrices_train_alike(
     layout: str, count: int, reference: list[float], tmp_path: Path
 ) -> None:
@@ -184,7 +190,9 @@ def initial_weights(arguments: list[str]) -> dict[str, np.ndarray]:
     return result
 
 
-@pytest.mark.parametrize("model", [("qwen2_5", "debug"), ("llama3", "debugmodel")])
+@pytest.mark.parametrize(
+    "model", [("qwen2_5", "debug"), pytest.param(("llama3", "debugmodel"), marks=pytest.mark.long)]
+)
 def test_weights_at_step_0_do_not_depend_on_the_mode(
     model: tuple[str, str], tmp_path: Path
 ) -> None:
