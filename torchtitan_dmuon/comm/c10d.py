@@ -71,8 +71,7 @@ class C10dCommunicator(Communicator):
         after: Sequence[Event],
         first: Callable[[], None],
     ) -> Event:
-        moved = sum(run.numel for run in runs if run.column != self.column)
-        self.traffic.add("gather", label, moved * buffer.element_size())
+        self.count_gather(label, runs, buffer.element_size())
 
         def work() -> None:
             first()
@@ -96,9 +95,7 @@ class C10dCommunicator(Communicator):
         then: Callable[[], None],
     ) -> Event:
         mine = [run for run in runs if run.column == self.column]
-        moved = sum(run.numel for run in runs if run.column != self.column)
-        moved += sum(run.numel for run in mine if run.row != self.row)
-        self.traffic.add("reduce", label, moved * buffer.element_size())
+        self.count_reduce(label, runs, buffer.element_size())
 
         def inside() -> None:
             group = self._groups["reduce"]

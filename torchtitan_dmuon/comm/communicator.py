@@ -102,6 +102,16 @@ class Communicator(ABC):
         self.column = mesh.column(rank)
         self.traffic = Traffic()
 
+    def count_gather(self, label: str, runs: Sequence[Run], element_bytes: int) -> None:
+        """Count a gather in the row: what this rank receives."""
+        moved = sum(run.numel for run in runs if run.column != self.column)
+        self.traffic.add("gather", label, moved * element_bytes)
+
+    def count_reduce(self, label: str, runs: Sequence[Run], element_bytes: int) -> None:
+        """Count a reduction in the row and across rows: what this rank sends."""
+        moved = sum(run.numel for run in runs if run.column != self.column or run.row != self.row)
+        self.traffic.add("reduce", label, moved * element_bytes)
+
     @abstractmethod
     def gather(
         self,

@@ -1,8 +1,9 @@
 """Compiles shared libraries from csrc/ and keeps them in the user's cache.
 
 A library is compiled when it is first needed and found again by the digest of everything that went
-into it: sources, flags, compiler and processor. So a changed source is never run from an old
-library, and machines that share a home folder do not share a library made for another processor.
+into it: its sources, all headers, flags, compiler and processor. So a changed source is never run
+from an old library, and machines that share a home folder do not share a library made for another
+processor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 _LOCK_SECONDS = 900
+_HEADERS = (".h", ".cuh")  # any of them may be included
 
 
 class NativeError(RuntimeError):
@@ -124,7 +126,9 @@ def _digest(
 ) -> str:
     digest = hashlib.sha256(repr((list(command), list(sources), list(libraries))).encode())
     digest.update(_version(command[0]) + _processor())
-    for path in sorted(p for p in root.rglob("*") if p.is_file()):
+    used = [root / source for source in sources]
+    used += [path for path in root.rglob("*") if path.suffix in _HEADERS]
+    for path in sorted(used):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
 

@@ -46,6 +46,9 @@ from torchtitan_dmuon.runtime.select import (
 from torchtitan_dmuon.runtime.site import Site, make_site, sites_of
 
 Mode = Literal["owner", "gather"]
+OpenCommunicator = Callable[
+    [Sequence[Sequence[int]], torch.device, timedelta | None], C10dCommunicator
+]
 AssignmentMethod = Literal["balanced", "round_robin", "elements"]
 
 
@@ -91,7 +94,7 @@ def dedicate_params(
     reduce_dtype: torch.dtype | None = None,
     cast_forward_inputs: bool = True,
     matrix_specs: Mapping[str, MatrixSpec] | None = None,
-    communication: Literal["c10d"] = "c10d",
+    communication: Literal["c10d"] | OpenCommunicator = "c10d",
     mode: Mode = "owner",
     algorithm: str | type[MatrixOptimizer] | MatrixOptimizer = "muon",
     cost: str | CostTable = "measured",
@@ -138,7 +141,8 @@ def dedicate_params(
         cast_forward_inputs: Whether floating inputs of layers are cast to `param_dtype`.
         matrix_specs: Regular expression on names -> `MatrixSpec`, for parameters that hold several
             matrices (fused projections) or must be read flat (convolutions). First match wins.
-        communication: "c10d": torch.distributed collectives.
+        communication: "c10d": torch.distributed collectives. Or a function that opens another
+            communicator, given the global rank at each (row, column), the device and the timeout.
         mode: "owner", or "gather" for the baseline: even shards, whole matrices gathered and
             orthogonalised on every rank in each step (paper D.2, line B).
         algorithm: The matrix optimizer that owners are balanced for: a name ("muon", "soap", ...;
@@ -194,7 +198,8 @@ def dedicate_params(
     device = _device(model, mesh)
     communicator = None
     if mesh is not None and mesh.size() * (replicate_mesh.size() if replicate_mesh else 1) > 1:
-        communicator = C10dCommunicator(grid, _local_device(mesh.device_type), timeout)
+        open_communicator = C10dCommunicator if communication == "c10d" else communication
+        communicator = open_communicator(grid, _local_device(mesh.device_type), timeout)
     planned = [layer.as_layer() for layer in layers]
     units = build_units(planned, small_matrix_numel=small_matrix_numel)
     rule = _rule(algorithm)
@@ -296,7 +301,10 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "param_dtype": (_dtype, "a floating torch.dtype of 16 bits or more, or None"),
     "reduce_dtype": (_sum_dtype, "torch.float32, torch.bfloat16 or torch.float64, or None"),
     "cast_forward_inputs": (_flag, "True or False"),
-    "communication": (lambda v: v == "c10d", "c10d"),
+    "communication": (
+        lambda v: v == "c10d" or callable(v),
+        "c10d or a function that opens a communicator",
+    ),
     "mode": (lambda v: v in get_args(Mode), " or ".join(get_args(Mode))),
     "algorithm": (_algorithm, "a name or a MatrixOptimizer, class or instance"),
     "cost": (_cost, "measured, model, the name or path of a table, or a CostTable"),

@@ -1,0 +1,186 @@
+// What the C functions of dmuon.h share between fabrics: error text, argument checks, the words for
+// a call that stood still.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "../core/group.h"
+#include "../core/table.h"
+#include "dmuon.h"
+
+namespace dmuon {
+
+constexpr int kOperations = 2;
+
+inline const char* name_of(Operation operation) {
+  return operation == Operation::all_gather_v ? "all_gather_v" : "reduce_scatter_v";
+}
+
+inline std::string& last_error() {
+  thread_local std::string text;
+  return text;
+}
+
+inline int fail(int code, std::string text) {
+  last_error() = std::move(text);
+  return code;
+}
+
+// The operating system, CUDA or NCCL refused.
+class SystemError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] inline void refuse(const std::string& text) { throw TableError(text); }
+
+// Runs `work`, which may throw; no exception passes a C function.
+template <class Work>
+int guarded(Work work) {
+  try {
+    return work();
+  } catch (const TableError& error) {
+    return fail(DMUON_BAD_ARGUMENT, error.what());
+  } catch (const std::exception& error) {
+    return fail(DMUON_SYSTEM, error.what());
+  }
+}
+
+inline void check_mesh(const dmuon_mesh& mesh) {
+  const auto check = [](bool right, const char* name, long long value, const char* expected) {
+    if (right) return;
+    refuse(std::string(name) + " is " + std::to_string(value) + ", expected " + expected);
+  };
+  check(mesh.nodes >= 1 && mesh.nodes <= kMaxNodes, "nodes", mesh.nodes, "1 to 1024");
+  check(mesh.rails >= 1 && mesh.rails <= kMaxRails, "ranks per node", mesh.rails, "1 to 72");
+  check(mesh.gather_nodes >= 1 && mesh.nodes % mesh.gather_nodes == 0, "nodes of a gather",
+        mesh.gather_nodes, "a divisor of the number of nodes");
+  check(mesh.rank >= 0 && mesh.rank < mesh.nodes * mesh.rails, "rank", mesh.rank,
+        "0 to nodes * ranks per node - 1");
+  check(mesh.user_bytes <= uint64_t{1} << 46, "window bytes",
+        static_cast<long long>(mesh.user_bytes), "at most 2^46");
+  check(mesh.slots >= 1 && mesh.slots <= 1024, "slots", mesh.slots, "1 to 1024");
+  if (!(mesh.timeout_seconds > 0 && mesh.timeout_seconds < 1e9)) {
+    refuse("timeout of " + std::to_string(mesh.timeout_seconds) + " s, expected a positive number");
+  }
+}
+
+// A gather's nodes are those of its row.
+inline int first_node(const dmuon_mesh& mesh, Operation operation) {
+  const int node = mesh.rank / mesh.rails;
+  return operation == Operation::all_gather_v ? node / mesh.gather_nodes * mesh.gather_nodes : 0;
+}
+
+inline Channel channel_of(const dmuon_mesh& mesh, Operation operation, uint64_t ring_base) {
+  const int nodes = operation == Operation::all_gather_v ? mesh.gather_nodes : mesh.nodes;
+  return make_channel(operation, nodes, mesh.rails,
+                      mesh.rank / mesh.rails - first_node(mesh, operation), mesh.rank % mesh.rails,
+                      mesh.chunk_bytes, mesh.slots, ring_base);
+}
+
+// What is frozen in a group, checked.
+struct GroupTable {
+  Operation operation;
+  Dtype dtype;
+  uint64_t buffer_bytes;
+  uint64_t home_bytes;
+  std::string label;
+  Plan plan;
+};
+
+inline GroupTable make_table(const Channel& channel, const char* label, int32_t dtype,
+                             const dmuon_segment* segments, uint64_t count, uint64_t buffer_bytes,
+                             uint64_t home_bytes) {
+  if (dtype != DMUON_BFLOAT16 && dtype != DMUON_FLOAT32) {
+    refuse("dtype " + std::to_string(dtype) + ", expected 0 (bfloat16) or 1 (float32)");
+  }
+  std::vector<Segment> table;
+  table.reserve(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    const dmuon_segment& s = segments[i];
+    table.push_back({s.offset, s.home, s.bytes, s.node, s.rail});
+  }
+  const bool gather = channel.operation == Operation::all_gather_v;
+  const uint32_t element = gather ? 1 : dtype == DMUON_BFLOAT16 ? 2 : 4;
+  try {
+    return {channel.operation, static_cast<Dtype>(dtype), buffer_bytes, home_bytes, label,
+            Plan(channel, table, buffer_bytes, home_bytes, element)};
+  } catch (const TableError& error) {
+    refuse(std::string(name_of(channel.operation)) + " of " + label + ": " + error.what());
+  }
+}
+
+inline void check_operation(int32_t operation) {
+  if (operation < 0 || operation >= kOperations) {
+    refuse("operation " + std::to_string(operation) + ", expected 0 or 1");
+  }
+}
+
+inline void check_place(const GroupTable& table, const dmuon_mesh& mesh, const char* name,
+                        uint64_t place, uint64_t bytes) {
+  if (place % kAlignment != 0 || place > mesh.user_bytes || bytes > mesh.user_bytes - place) {
+    refuse(std::string(name_of(table.operation)) + " of " + table.label + ": " + name + " at " +
+           std::to_string(place) + " with " + std::to_string(bytes) +
+           " bytes, expected a multiple of 16 and an end inside the window's " +
+           std::to_string(mesh.user_bytes) + " bytes");
+  }
+}
+
+inline void check_places(const GroupTable& table, const dmuon_mesh& mesh, uint64_t buffer,
+                         uint64_t home) {
+  check_place(table, mesh, "buffer", buffer, table.buffer_bytes);
+  if (table.operation == Operation::reduce_scatter_v) {
+    check_place(table, mesh, "reduced buffer", home, table.home_bytes);
+  }
+}
+
+// One line that says where a call of `mesh.rank` stood still.
+inline std::string describe(const dmuon_mesh& mesh, Operation operation, const std::string& label,
+                            const dmuon_stuck_report& stuck) {
+  const int rail = mesh.rank % mesh.rails;
+  const auto rank = [&](int node, int peer_rail) {
+    return "rank " + std::to_string((first_node(mesh, operation) + node) * mesh.rails + peer_rail);
+  };
+  const auto rank_here = [&](int peer_rail) {
+    return "rank " + std::to_string(mesh.rank - rail + peer_rail);
+  };
+  const std::string other = stuck.peer < 0 ? "another node" : rank(stuck.peer, rail);
+  std::string what;
+  switch (static_cast<Wait>(stuck.wait)) {
+    case Wait::entry:
+      what = rank_here(stuck.peer) + " to enter the call (entry)";
+      break;
+    case Wait::arrival:
+      what = "a chunk from " + other + " (arrival)";
+      break;
+    case Wait::acknowledgement:
+      what = other + " to give a slot back (acknowledgement)";
+      break;
+    case Wait::put:
+      what = "the end of a put to " + other + " (put)";
+      break;
+    case Wait::exit:
+      what = (stuck.peer < 0 ? std::string("its node") : rank_here(stuck.peer)) +
+             " to finish the call (exit)";
+      break;
+    case Wait::none:
+      what = "nothing that can be named";
+      break;
+  }
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%.1f", mesh.timeout_seconds);
+  std::string text = std::string(name_of(operation)) + " of " + label + ": rank " +
+                     std::to_string(mesh.rank) + " waited " + seconds + " s for " + what;
+  if (stuck.queue >= 0) {
+    text += "; queue of owner node " + std::to_string(stuck.queue) + ", chunk " +
+            std::to_string(stuck.chunk);
+  }
+  return text + ", thread group " + std::to_string(stuck.group) + ", call " +
+         std::to_string(stuck.number);
+}
+
+}  // namespace dmuon

@@ -1,0 +1,114 @@
+/* The operators as plain C functions, for Python's ctypes and for any other language.
+ *
+ * Every fabric is a library of its own that has all functions of this file, and one more to open a
+ * communicator, at the end of the file. Functions return 0, or one of the negative codes; then
+ * dmuon_error() has one line of text. A handle belongs to one communicator. Different channels
+ * (operations) of a communicator may be used by different threads at the same time; all else is the
+ * caller's to order.
+ *
+ * A mesh is R nodes of K ranks; rank = node * K + rail. A reduction spans all ranks, a gather spans
+ * `gather_nodes` consecutive nodes: a row of an HSDP mesh. In a gather's segments `node` counts
+ * from the first node of the row, so that all rows have the same table.
+ */
+#ifndef DMUON_H_
+#define DMUON_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+  DMUON_OK = 0,
+  DMUON_BAD_ARGUMENT = -1, /* the text names the argument or segment, and what is accepted */
+  DMUON_SYSTEM = -2,       /* the operating system, CUDA or NCCL refused; the text says what */
+  DMUON_TIMEOUT = -3,      /* a rank did not come; the text names whom and what was awaited */
+  DMUON_BROKEN = -4        /* an earlier call failed: ranks no longer agree on what was moved */
+};
+
+enum { DMUON_ALL_GATHER_V = 0, DMUON_REDUCE_SCATTER_V = 1 };
+enum { DMUON_BFLOAT16 = 0, DMUON_FLOAT32 = 1 };
+
+typedef struct dmuon_communicator dmuon_communicator;
+typedef struct dmuon_group dmuon_group;
+
+/* One matrix or small vector. Offsets and the ends of their padding are multiples of 16 bytes. */
+typedef struct {
+  uint64_t offset; /* bytes from the group's buffer */
+  uint64_t home;   /* reduce: bytes from the owner's reduced buffer */
+  uint64_t bytes;  /* 0 is allowed; those up to the next multiple of 16 are moved too */
+  int32_t node;    /* of the owner */
+  int32_t rail;    /* of the owner */
+} dmuon_segment;
+
+/* What every fabric needs to open a communicator. */
+typedef struct {
+  int32_t nodes;
+  int32_t rails;        /* ranks per node */
+  int32_t gather_nodes; /* divides nodes */
+  int32_t rank;         /* this rank, node * rails + rail */
+  uint64_t user_bytes;  /* memory for the caller's buffers, the same on every rank */
+  uint32_t chunk_bytes; /* a multiple of 16; 0: the fabric's default */
+  int32_t slots;        /* of every ring; 0: the fabric's default */
+  double timeout_seconds; /* limit of every wait */
+} dmuon_mesh;
+
+/* Where a call stood still. */
+typedef struct {
+  int32_t wait;    /* 0 nothing, 1 entry, 2 arrival, 3 acknowledgement, 4 put, 5 exit */
+  int32_t queue;   /* owner node, -1: none */
+  int32_t peer;    /* node, or rail for entry, that was awaited; -1: unknown */
+  int32_t group;   /* thread group */
+  uint64_t chunk;  /* of the queue's stream on this rail */
+  uint64_t number; /* of the call on its channel, from 1 */
+} dmuon_stuck_report;
+
+/* Text of the calling thread's last failure. */
+const char* dmuon_error(void);
+
+/* The caller's memory in the window: `bytes` at `pointer`. Offsets count from `pointer`. */
+int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes);
+
+/* Freeze a group's table. All ranks create the same groups. Nothing is sent.
+ *   label: names the group in errors; copied.
+ *   dtype: of the elements; a gather moves bytes and ignores it.
+ *   buffer_bytes: of the group's buffer; segments lie inside it.
+ *   home_bytes: of the owner's reduced buffer, at every owner the same; a gather ignores it. */
+int dmuon_group_create(dmuon_communicator* communicator, const char* label, int32_t operation,
+                       int32_t dtype, const dmuon_segment* segments, uint64_t count,
+                       uint64_t buffer_bytes, uint64_t home_bytes, dmuon_group** group);
+
+/* Run the group's operation on the buffer at `buffer` and, for a reduction, into the reduced buffer
+ * at `home`: window offsets, multiples of 16. `buffer` is the same on every rank, `home` too. All
+ * ranks make the calls of one operation in the same order. shm: runs to the end in the calling
+ * thread, `stream` is null. gin: enqueues on the CUDA stream and returns. */
+int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream);
+
+/* Where the last failed call of an operation stood; report->wait is 0 if none failed. Returns
+ * DMUON_TIMEOUT, with its text, if one did. Does not wait. */
+int dmuon_stuck(const dmuon_communicator* communicator, int32_t operation,
+                dmuon_stuck_report* report);
+
+/* Give a group up; none of its calls may be running. */
+int dmuon_group_destroy(dmuon_group* group);
+
+/* Give the communicator and its memory up; groups first. Not collective. */
+int dmuon_close(dmuon_communicator* communicator);
+
+/* Open a communicator over POSIX shared memory of this machine. Collective.
+ *   job: 1 to 64 letters, digits or hyphens, the same on all ranks and unique among the running
+ *     communicators of this user. */
+int dmuon_shm_open(const char* job, const dmuon_mesh* mesh, dmuon_communicator** communicator);
+
+/* Open a communicator between GPUs, over NCCL's device API. Collective.
+ *   id: 128 bytes that one rank got from dmuon_gin_unique_id and gave to all.
+ *   device: CUDA device of this rank. */
+int dmuon_gin_unique_id(void* id, uint64_t bytes);
+int dmuon_gin_open(const void* id, uint64_t bytes, int32_t device, const dmuon_mesh* mesh,
+                   dmuon_communicator** communicator);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DMUON_H_ */

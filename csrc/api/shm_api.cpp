@@ -1,0 +1,233 @@
+// The C functions of dmuon.h over the shm fabric.
+#include <sched.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "../core/allgatherv.h"
+#include "../core/reducescatterv.h"
+#include "../fabric/shm.h"
+#include "../fabric/shm_pool.h"
+#include "../fabric/shm_run.h"
+#include "common.h"
+#include "dmuon.h"
+
+namespace dmuon {
+namespace {
+
+constexpr uint64_t kPageBytes = 4096;
+// Fewer than elsewhere: a copy has no latency to hide, and a small ring stays in a cache.
+constexpr int kShmSlots = 2;
+// All ranks' buffers of this size are more than a processor's caches hold.
+constexpr uint64_t kStreamBytes = 4 << 20;
+
+// One operation's channel and the numbers that order its calls.
+struct Lane {
+  ShmChannel shm;
+  uint64_t calls = 0;
+  uint64_t groups = 0;
+  std::atomic<bool> busy{false};
+  dmuon_stuck_report report{0, -1, -1, -1, 0, 0};
+  std::string text;  // of the failure; empty: none
+};
+
+// More ranks than processors: who looks again and again only keeps the others from working.
+int spins_for(int ranks) {
+  cpu_set_t set;
+  const int processors = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  return ranks <= processors ? 2000 : 20;
+}
+
+}  // namespace
+}  // namespace dmuon
+
+struct dmuon_communicator {
+  dmuon_mesh mesh;
+  int spins;
+  std::unique_ptr<dmuon::ShmPool> pool;
+  dmuon::Lane lanes[dmuon::kOperations];
+  std::atomic<int> groups{0};
+};
+
+struct dmuon_group {
+  dmuon_communicator* communicator;
+  dmuon::GroupTable table;
+};
+
+namespace dmuon {
+namespace {
+
+void check_job(const std::string& job) {
+  bool right = !job.empty() && job.size() <= 64;
+  for (const char c : job) {
+    right &= (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-';
+  }
+  if (!right) refuse("job \"" + job + "\": expected 1 to 64 letters, digits or hyphens");
+}
+
+// Ranks whose memory `mesh.rank` reaches: its node's and its rail's.
+std::vector<int> peers_of(const dmuon_mesh& mesh) {
+  std::vector<int> peers;
+  const int node = mesh.rank / mesh.rails, rail = mesh.rank % mesh.rails;
+  for (int k = 0; k < mesh.rails; ++k) {
+    if (k != rail) peers.push_back(node * mesh.rails + k);
+  }
+  for (int r = 0; r < mesh.nodes; ++r) {
+    if (r != node) peers.push_back(r * mesh.rails + rail);
+  }
+  return peers;
+}
+
+void open(const std::string& job, dmuon_communicator& c) {
+  const dmuon_mesh& mesh = c.mesh;
+  // Window: user region, then each channel's rings.
+  uint64_t window_bytes = round_up(mesh.user_bytes, kPageBytes);
+  uint64_t words_bytes = 0;
+  for (int i = 0; i < kOperations; ++i) {
+    const Channel channel = channel_of(mesh, static_cast<Operation>(i), window_bytes);
+    c.lanes[i].shm.channel = channel;
+    window_bytes = round_up(window_bytes + channel.ring_bytes(), kPageBytes);
+    words_bytes += ShmWords::bytes(channel);
+  }
+  words_bytes = round_up(words_bytes, kPageBytes);
+  char settings[256];
+  std::snprintf(settings, sizeof settings,
+                "%d nodes of %d ranks, gathers over %d nodes, %llu window bytes, chunks of %u "
+                "bytes, %d slots",
+                mesh.nodes, mesh.rails, mesh.gather_nodes,
+                static_cast<unsigned long long>(mesh.user_bytes), mesh.chunk_bytes, mesh.slots);
+  c.pool = std::make_unique<ShmPool>(job, mesh.rank, peers_of(mesh), words_bytes + window_bytes,
+                                     settings, mesh.timeout_seconds);
+  uint64_t words = 0;
+  for (Lane& lane : c.lanes) {
+    const Channel& channel = lane.shm.channel;
+    const auto view = [&](int node, int rail) {
+      const int rank = (first_node(mesh, channel.operation) + node) * mesh.rails + rail;
+      std::byte* memory = c.pool->memory(rank);
+      return ShmRank{memory + words_bytes, reinterpret_cast<ShmWords*>(memory + words)};
+    };
+    for (int k = 0; k < channel.rails; ++k) lane.shm.rails.push_back(view(channel.node, k));
+    for (int r = 0; r < channel.nodes; ++r) lane.shm.nodes.push_back(view(r, channel.rail));
+    lane.shm.cursors.resize(channel.cursors());
+    lane.shm.counters.resize(channel.counters());
+    words += ShmWords::bytes(channel);
+  }
+}
+
+template <class Operator>
+int run(const GroupTable& table, const dmuon_communicator& c, Lane& lane, uint64_t buffer,
+        uint64_t home) {
+  const PlanView plan = table.plan.view();
+  ++lane.calls;
+  lane.groups += plan.groups;
+  const Call call{plan,        lane.shm.channel, buffer,     home,
+                  table.dtype, lane.calls,       lane.groups};
+  const bool streaming = table.buffer_bytes >= kStreamBytes;
+  ShmRun<Operator> runner(lane.shm, call, 0, plan.groups, streaming);
+  const ShmEnd end = runner.run(c.mesh.timeout_seconds, c.spins);
+  if (end.ended) return DMUON_OK;
+  lane.report = {static_cast<int32_t>(end.stuck.wait), end.stuck.queue, end.stuck.peer, end.group,
+                 end.stuck.chunk, lane.calls};
+  lane.text = describe(c.mesh, table.operation, table.label, lane.report);
+  return fail(DMUON_TIMEOUT, lane.text);
+}
+
+int call(const GroupTable& table, dmuon_communicator& c, uint64_t buffer, uint64_t home) {
+  check_places(table, c.mesh, buffer, home);
+  Lane& lane = c.lanes[static_cast<int>(table.operation)];
+  if (lane.busy.exchange(true)) {
+    refuse(std::string(name_of(table.operation)) + " of " + table.label +
+           ": called while another call of this operation runs; calls of one operation have one "
+           "order");
+  }
+  struct Free {
+    std::atomic<bool>& busy;
+    ~Free() { busy = false; }
+  } free{lane.busy};
+  if (!lane.text.empty()) return fail(DMUON_BROKEN, "after a failed call: " + lane.text);
+  return table.operation == Operation::all_gather_v
+             ? run<AllGatherV>(table, c, lane, buffer, home)
+             : run<ReduceScatterV>(table, c, lane, buffer, home);
+}
+
+}  // namespace
+}  // namespace dmuon
+
+extern "C" {
+
+const char* dmuon_error(void) { return dmuon::last_error().c_str(); }
+
+int dmuon_shm_open(const char* job, const dmuon_mesh* mesh, dmuon_communicator** communicator) {
+  return dmuon::guarded([&] {
+    auto c = std::make_unique<dmuon_communicator>();
+    c->mesh = *mesh;
+    if (c->mesh.chunk_bytes == 0) c->mesh.chunk_bytes = dmuon::kChunkBytes;
+    if (c->mesh.slots == 0) c->mesh.slots = dmuon::kShmSlots;
+    dmuon::check_job(job);
+    dmuon::check_mesh(c->mesh);
+    c->spins = dmuon::spins_for(mesh->nodes * mesh->rails);
+    try {
+      dmuon::open(job, *c);
+    } catch (const dmuon::ShmTimeout& error) {
+      return dmuon::fail(DMUON_TIMEOUT, error.what());
+    }
+    *communicator = c.release();
+    return static_cast<int>(DMUON_OK);
+  });
+}
+
+int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes) {
+  const dmuon::ShmChannel& shm = communicator->lanes[0].shm;
+  *pointer = shm.rails[shm.channel.rail].window;
+  *bytes = communicator->mesh.user_bytes;
+  return DMUON_OK;
+}
+
+int dmuon_group_create(dmuon_communicator* communicator, const char* label, int32_t operation,
+                       int32_t dtype, const dmuon_segment* segments, uint64_t count,
+                       uint64_t buffer_bytes, uint64_t home_bytes, dmuon_group** group) {
+  return dmuon::guarded([&] {
+    dmuon::check_operation(operation);
+    *group = new dmuon_group{
+        communicator, dmuon::make_table(communicator->lanes[operation].shm.channel, label, dtype,
+                                        segments, count, buffer_bytes, home_bytes)};
+    ++communicator->groups;
+    return DMUON_OK;
+  });
+}
+
+int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream) {
+  return dmuon::guarded([&] {
+    if (stream != nullptr) dmuon::refuse("shm has no streams: stream must be null");
+    return dmuon::call(group->table, *group->communicator, buffer, home);
+  });
+}
+
+int dmuon_stuck(const dmuon_communicator* communicator, int32_t operation,
+                dmuon_stuck_report* report) {
+  return dmuon::guarded([&] {
+    dmuon::check_operation(operation);
+    const dmuon::Lane& lane = communicator->lanes[operation];
+    *report = lane.report;
+    if (lane.text.empty()) return static_cast<int>(DMUON_OK);
+    return dmuon::fail(DMUON_TIMEOUT, lane.text);
+  });
+}
+
+int dmuon_group_destroy(dmuon_group* group) {
+  --group->communicator->groups;
+  delete group;
+  return DMUON_OK;
+}
+
+int dmuon_close(dmuon_communicator* communicator) {
+  if (communicator->groups > 0) {
+    return dmuon::fail(DMUON_BAD_ARGUMENT, "close: " + std::to_string(communicator->groups) +
+                                               " groups are still there; destroy them first");
+  }
+  delete communicator;
+  return DMUON_OK;
+}
+
+}  // extern "C"

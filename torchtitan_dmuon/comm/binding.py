@@ -1,0 +1,336 @@
+"""The C functions of csrc/api/dmuon.h for Python: what every fabric's library has in common."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_dmuon.comm.streams import CommunicationError
+
+ALIGNMENT = 16
+"""Bytes; segments begin at multiples of it, and are moved up to the next one."""
+
+_BAD_ARGUMENT, _SYSTEM, _TIMEOUT, _BROKEN = -1, -2, -3, -4
+
+
+class Operation(IntEnum):
+    """Numbers of the operations."""
+
+    ALL_GATHER_V = 0
+    REDUCE_SCATTER_V = 1
+
+
+_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMesh:
+    """What a window is opened with; all but `rank` is the same on every rank.
+
+    Attributes:
+        nodes: R.
+        rails: K, ranks per node; rank = node * K + rail.
+        rank: This rank.
+        gather_nodes: Consecutive nodes that a gather spans; divides R. A reduction spans all.
+        user_bytes: Size of the window's part for buffers.
+        timeout_seconds: Longest wait of any operation for another rank.
+        chunk_bytes: Size of a chunk, a multiple of 16; 0: the fabric's own.
+        slots: Slots of every ring; 0: the fabric's own.
+    """
+
+    nodes: int
+    rails: int
+    rank: int
+    gather_nodes: int
+    user_bytes: int
+    timeout_seconds: float
+    chunk_bytes: int = 0
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The contiguous bytes of one matrix or small vector in its group's buffer.
+
+    Attributes:
+        offset: First byte in the buffer, a multiple of 16.
+        bytes: Length, from 0. The bytes up to the next multiple of 16 are moved too.
+        node: Of the owner; in a gather counted from the row's first node.
+        rail: Of the owner.
+        home: Reduction: first byte in the owner's reduced buffer, a multiple of 16.
+    """
+
+    offset: int
+    bytes: int
+    node: int
+    rail: int
+    home: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StuckReport:
+    """Where a call stood when a wait took too long.
+
+    Attributes:
+        wait: nothing, entry, arrival, acknowledgement, put or exit.
+        queue: Owner node of the data, -1: none.
+        peer: Node that was awaited (entry and exit: rail of the own node), -1: unknown.
+        thread_group: Which of the call's.
+        chunk: Number in the queue's stream on this rail.
+        number: Of the call among its operation's calls, from 1.
+    """
+
+    wait: str
+    queue: int
+    peer: int
+    thread_group: int
+    chunk: int
+    number: int
+
+
+_WAITS = ("nothing", "entry", "arrival", "acknowledgement", "put", "exit")
+
+
+class _Mesh(ctypes.Structure):
+    _fields_ = [
+        ("nodes", ctypes.c_int32),
+        ("rails", ctypes.c_int32),
+        ("gather_nodes", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("user_bytes", ctypes.c_uint64),
+        ("chunk_bytes", ctypes.c_uint32),
+        ("slots", ctypes.c_int32),
+        ("timeout_seconds", ctypes.c_double),
+    ]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [
+        ("offset", ctypes.c_uint64),
+        ("home", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("node", ctypes.c_int32),
+        ("rail", ctypes.c_int32),
+    ]
+
+
+class _Stuck(ctypes.Structure):
+    _fields_ = [
+        ("wait", ctypes.c_int32),
+        ("queue", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("chunk", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+    ]
+
+
+_P = ctypes.c_void_p
+_OUT = ctypes.POINTER(_P)
+_ARGUMENTS: dict[str, list[Any]] = {
+    "dmuon_user_memory": [_P, _OUT, ctypes.POINTER(ctypes.c_uint64)],
+    "dmuon_group_create": [
+        _P,
+        ctypes.c_char_p,
+        ctypes.c_int32,
+        ctypes.c_int32,
+        ctypes.POINTER(_Segment),
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        _OUT,
+    ],
+    "dmuon_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _P],
+    "dmuon_stuck": [_P, ctypes.c_int32, ctypes.POINTER(_Stuck)],
+    "dmuon_group_destroy": [_P],
+    "dmuon_close": [_P],
+}
+
+
+class Library:
+    """A fabric's shared library.
+
+    Calls give the interpreter lock up while they run.
+
+    Args:
+        path: The compiled library.
+        opener: Its function that opens a communicator.
+        arguments: C types of the opener's arguments before the mesh.
+    """
+
+    def __init__(self, path: Path, opener: str, arguments: Sequence[Any]) -> None:
+        self._functions = ctypes.CDLL(str(path))
+        self._functions.dmuon_error.restype = ctypes.c_char_p
+        self._functions.dmuon_error.argtypes = []
+        self._opener = opener
+        declared = {**_ARGUMENTS, opener: [*arguments, ctypes.POINTER(_Mesh), _OUT]}
+        for name, types in declared.items():
+            function = getattr(self._functions, name)
+            function.restype, function.argtypes = ctypes.c_int, types
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function; raise what its code means, with its text.
+
+        Raises:
+            ValueError: bad argument.
+            CommunicationError: a rank did not come in time, or an earlier call failed.
+            OSError: the system refused.
+        """
+        code = getattr(self._functions, name)(*arguments)
+        if code == 0:
+            return
+        text = self._functions.dmuon_error().decode()
+        if code == _BAD_ARGUMENT:
+            raise ValueError(text)
+        raise OSError(text) if code == _SYSTEM else CommunicationError(text)
+
+    def open(self, mesh: WindowMesh, *arguments: Any) -> Window:
+        """Open a communicator with the library's opener. Collective."""
+        c_mesh = _Mesh(
+            **{name: getattr(mesh, name) for name, _ in _Mesh._fields_}  # type: ignore[misc]
+        )
+        handle = _P()
+        self.call(self._opener, *arguments, ctypes.byref(c_mesh), ctypes.byref(handle))
+        return Window(self, handle, mesh)
+
+
+class Window:
+    """A communicator's memory and groups, through one library.
+
+    Attributes:
+        mesh: As it was opened.
+        pointer: Address of the memory for buffers.
+        nbytes: Its size.
+    """
+
+    def __init__(self, library: Library, handle: ctypes.c_void_p, mesh: WindowMesh) -> None:
+        self.mesh = mesh
+        self._library = library
+        self._handle = handle
+        pointer, size = _P(), ctypes.c_uint64()
+        library.call("dmuon_user_memory", handle, ctypes.byref(pointer), ctypes.byref(size))
+        self.pointer, self.nbytes = int(pointer.value or 0), int(size.value)
+        # Without a user of the memory nobody can be hurt by its end. Not at the interpreter's exit:
+        # a thread may still be inside a call, and the system takes the memory back anyway.
+        self._close = weakref.finalize(self, library.call, "dmuon_close", handle)
+        self._close.atexit = False
+
+    def create_group(
+        self,
+        operation: Operation,
+        segments: Sequence[Segment],
+        *,
+        label: str,
+        dtype: torch.dtype,
+        buffer_bytes: int,
+        home_bytes: int = 0,
+    ) -> WindowGroup:
+        """Freeze a table; every rank does it alike. Nothing is sent.
+
+        Args:
+            operation: What calls of the group do.
+            segments: The table.
+            label: Names the group in errors.
+            dtype: Of a reduction's elements: bfloat16 or float32. A gather moves bytes of any.
+            buffer_bytes: Size of the group's buffer.
+            home_bytes: Reduction: size of the owners' reduced buffers.
+
+        Raises:
+            ValueError: a segment is misaligned, overlaps another, lies outside or has an owner
+                outside the mesh, or there are too many; the text names it.
+        """
+        number = _DTYPES.get(dtype)
+        if number is None and operation is Operation.REDUCE_SCATTER_V:
+            raise ValueError(f"{label}: cannot reduce {dtype}, expected bfloat16 or float32")
+        table = (_Segment * len(segments))()
+        for i, s in enumerate(segments):
+            for name in ("offset", "home", "bytes"):
+                if not 0 <= getattr(s, name) < 1 << 63:
+                    raise ValueError(
+                        f"{label}: segment {i}: {name} {getattr(s, name)}, expected 0 to 2^63 - 1"
+                    )
+            table[i] = _Segment(s.offset, s.home, s.bytes, s.node, s.rail)
+        handle = _P()
+        self._library.call(
+            "dmuon_group_create",
+            self._handle,
+            label.encode(),
+            int(operation),
+            number or 0,
+            table,
+            len(segments),
+            buffer_bytes,
+            home_bytes,
+            ctypes.byref(handle),
+        )
+        return WindowGroup(self, self._library, handle, buffer_bytes, home_bytes)
+
+    def stuck(self, operation: Operation) -> StuckReport | None:
+        """Return where the operation's failed call stood; None if none failed."""
+        report = _Stuck()
+        try:
+            self._library.call("dmuon_stuck", self._handle, int(operation), ctypes.byref(report))
+        except CommunicationError:
+            return StuckReport(
+                _WAITS[report.wait],
+                report.queue,
+                report.peer,
+                report.group,
+                report.chunk,
+                report.number,
+            )
+        return None
+
+
+class WindowGroup:
+    """A frozen table. Keeps its window.
+
+    Attributes:
+        window: Where its buffers lie.
+        buffer_bytes: Size of its buffer.
+        home_bytes: Size of the owners' reduced buffers.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        library: Library,
+        handle: ctypes.c_void_p,
+        buffer_bytes: int,
+        home_bytes: int,
+    ) -> None:
+        self.window = window
+        self.buffer_bytes = buffer_bytes
+        self.home_bytes = home_bytes
+        self._library = library
+        self._handle = handle
+        destroy = weakref.finalize(self, _destroy, library, handle, window)
+        destroy.atexit = False
+
+    def call(self, buffer: int, home: int = 0, stream: int | None = None) -> None:
+        """Run the operation on buffers at these window offsets, the same on every rank.
+
+        Args:
+            buffer: Of the group's buffer, bytes, a multiple of 16.
+            home: Reduction: of the owners' reduced buffer.
+            stream: gin: the CUDA stream's handle; the call returns at once. shm: None; the call
+                runs to the end in the calling thread.
+
+        Raises:
+            ValueError: an offset outside the window.
+            CommunicationError: a rank did not come in time; later calls fail too.
+        """
+        self._library.call("dmuon_call", self._handle, buffer, home, stream)
+
+
+def _destroy(library: Library, handle: ctypes.c_void_p, window: Window) -> None:
+    # The window is an argument so that it outlives the group.
+    library.call("dmuon_group_destroy", handle)
+    del window

@@ -1,0 +1,114 @@
+"""Opens windows between GPUs of a cluster, over NCCL's device API (csrc/fabric/gin.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import asdict
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_dmuon.comm.binding import Library, Window, WindowMesh
+from torchtitan_dmuon.native import NativeError
+from torchtitan_dmuon.native.cuda import build_gin, check_nccl, find_nccl
+
+_ID_BYTES = 128
+
+
+@cache
+def _library(architecture: str) -> Library:
+    package = find_nccl(int(str(torch.version.cuda).split(".")[0]))
+    check_nccl(package, torch.cuda.nccl.version())
+    path = build_gin(architecture, package)
+    return Library(path, "dmuon_gin_open", [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int32])
+
+
+def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh) -> Window:
+    """Open a window between the GPUs of a process group. Collective.
+
+    Args:
+        device: This rank's GPU.
+        group: Its ranks are the mesh's, in their order: nodes one after the other, as `torchrun`
+            numbers them.
+        mesh: The same on all ranks, but for `rank`.
+
+    Returns:
+        The window. Its calls take a CUDA stream and return at once; when a wait passes its limit
+        the kernel ends, and `Window.stuck` and every later call say where it stood.
+
+    Raises:
+        NativeError: no nvcc, or no NCCL headers of the version that torch has loaded.
+        ValueError: a bad mesh, or ranks that disagree about it.
+        OSError: NCCL or CUDA refused; the text says what is missing.
+    """
+    library = _library(architecture(device))
+    _check_alike(group, mesh)
+    identity = (ctypes.c_char * _ID_BYTES)()
+    # One failing rank must not leave the others waiting for its bytes: None tells them.
+    told: list[bytes | str | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            library.call("dmuon_gin_unique_id", identity, ctypes.c_uint64(_ID_BYTES))
+            told[0] = identity.raw
+        except OSError as error:
+            told[0] = str(error)
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    if not isinstance(told[0], bytes):
+        raise OSError(f"gin: rank 0: {told[0]}")
+    return library.open(mesh, told[0], _ID_BYTES, device.index)
+
+
+def memory(window: Window, device: torch.device) -> torch.Tensor:
+    """Return the window's memory, (nbytes,) uint8, without a copy. It keeps the window."""
+    return torch.as_tensor(_Memory(window), device=device)
+
+
+def architecture(device: torch.device) -> str:
+    """Return what to compile for, as `sm_90`.
+
+    Raises:
+        NativeError: torch has no CUDA, or the GPU is too old.
+    """
+    if torch.version.cuda is None:
+        raise NativeError(
+            "gin: this torch has no CUDA; the operators between GPUs need one that has"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise NativeError(f"gin: compute capability {major}.{minor}, expected 8.0 or higher")
+    return f"sm_{major}{minor}"
+
+
+class _Memory:
+    """Shows the window to torch, which holds on to it."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.__cuda_array_interface__ = {
+            "shape": (window.nbytes,),
+            "typestr": "|u1",
+            "data": (window.pointer, False),
+            "version": 3,
+        }
+
+
+def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh) -> None:
+    shared: dict[str, object] = {k: v for k, v in asdict(mesh).items() if k != "rank"}
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if mesh.rank != rank or mesh.nodes * mesh.rails != size:
+        shared["error"] = (
+            f"mesh of {mesh.nodes} x {mesh.rails} ranks and rank {mesh.rank}, expected the "
+            f"process group's {size} ranks and rank {rank}"
+        )
+    all_shared: list[dict[str, object] | None] = [None] * size
+    dist.all_gather_object(all_shared, shared, group=group)
+    for other, values in enumerate(all_shared):
+        assert values is not None
+        if "error" in values:
+            raise ValueError(f"gin: rank {other}: {values['error']}")
+        if values != all_shared[0]:
+            raise ValueError(
+                f"gin: ranks disagree about the window: rank 0 has {all_shared[0]}, rank {other} "
+                f"has {values}"
+            )

@@ -1,0 +1,323 @@
+"""AllGatherV and ReduceScatterV of variable-length segments, for any program.
+
+On four ranks of one machine:
+
+    offsets, nbytes = place([s.bytes for s in matrices])
+    operators = Operators.shm("my-job", nodes=1, rails=4, rank=rank, window_bytes=2 * nbytes)
+    buffer = operators.empty(nbytes, torch.uint8)
+    gather = operators.all_gather_v([Segment(o, b, node=0, rail=r) for ...], label="layer 0")
+    ...write the own segments into buffer...
+    gather(buffer).wait()
+
+All ranks make the same groups, allocations and calls of one operation in the same order. Calls are
+asynchronous: each operation has its own stream, so a gather runs beside a reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from torchtitan_dmuon.comm import shm
+from torchtitan_dmuon.comm.binding import (
+    ALIGNMENT,
+    Operation,
+    Segment,
+    Window,
+    WindowGroup,
+    WindowMesh,
+)
+from torchtitan_dmuon.comm.streams import Event, Stream, open_stream
+
+__all__ = ["AllGatherV", "Operators", "ReduceScatterV", "Segment", "aligned", "place"]
+
+
+def place(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Lay stretches of any lengths out one behind the other, as segments must lie.
+
+    Args:
+        lengths: Bytes of each.
+
+    Returns:
+        First byte of each, and the bytes of the whole buffer; multiples of 16.
+    """
+    offsets, position = [], 0
+    for length in lengths:
+        offsets.append(position)
+        position += aligned(length)
+    return offsets, position
+
+
+def aligned(length: int) -> int:
+    """Return the first multiple of 16 that is not below `length`."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+class _Operator:
+    """A group of one operation."""
+
+    _operation: Operation
+
+    def __init__(self, operators: Operators, group: WindowGroup, label: str) -> None:
+        self.label = label
+        self._operators = operators
+        self._group = group
+
+    def _offset(self, tensor: torch.Tensor, nbytes: int) -> int:
+        return self._operators.offset_of(tensor, nbytes, self.label)
+
+    def _start(self, buffer: int, home: int, after: Sequence[Event]) -> Event:
+        event = self._operators.stream(self._operation).submit(
+            f"{self._operation.name.lower()} of {self.label}",
+            lambda: self._operators.call(self._group, buffer, home),
+            after,
+        )
+        self._operators.started(self._operation, event)
+        return event
+
+    def _run(self, buffer: int, home: int) -> None:
+        self._operators.finish(self._operation)
+        self._operators.call(self._group, buffer, home)
+
+
+class AllGatherV(_Operator):
+    """Gives every rank of the row the segments of all owners."""
+
+    _operation = Operation.ALL_GATHER_V
+
+    def __call__(self, buffer: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        """Start one call.
+
+        Args:
+            buffer: In the window (`Operators.empty`), at least the group's size, of any dtype, at
+                the same place on every rank. Owners have written their segments; the others' are
+                overwritten, and nothing else. Untouched by others until the event.
+            after: Events that come first.
+
+        Returns:
+            The end of the call on this rank.
+
+        Raises:
+            ValueError: a buffer that is not contiguous, outside the window or too small.
+        """
+        return self._start(self._offset(buffer, self._group.buffer_bytes), 0, after)
+
+    def run(self, buffer: torch.Tensor) -> None:
+        """Run one call in the calling thread, behind what was started before.
+
+        No other thread is woken for it, which for little data takes most of the time. On a GPU the
+        call goes into the current stream.
+
+        Raises:
+            ValueError: as for a call.
+            CommunicationError: a rank did not come in time.
+        """
+        self._run(self._offset(buffer, self._group.buffer_bytes), 0)
+
+
+class ReduceScatterV(_Operator):
+    """Gives the owner of each segment its sum over all ranks.
+
+    Added in float32, rounded once per node to the dtype; the result depends on no timing.
+    """
+
+    _operation = Operation.REDUCE_SCATTER_V
+
+    def __call__(
+        self, buffer: torch.Tensor, reduced: torch.Tensor, after: Sequence[Event] = ()
+    ) -> Event:
+        """Start one call.
+
+        Args:
+            buffer: In the window, at least the group's size, at the same place on every rank; every
+                rank has written all segments.
+            reduced: In the window, at the same place on every rank; owners get their sums at their
+                segments' `home`. May be `buffer` if each segment's home is its offset.
+            after: Events that come first.
+
+        Returns:
+            The end of the call on this rank.
+
+        Raises:
+            ValueError: a buffer that is not contiguous, outside the window or too small.
+        """
+        return self._start(*self._places(buffer, reduced), after)
+
+    def run(self, buffer: torch.Tensor, reduced: torch.Tensor) -> None:
+        """Run one call in the calling thread; see `AllGatherV.run`."""
+        self._run(*self._places(buffer, reduced))
+
+    def _places(self, buffer: torch.Tensor, reduced: torch.Tensor) -> tuple[int, int]:
+        return (
+            self._offset(buffer, self._group.buffer_bytes),
+            self._offset(reduced, self._group.home_bytes),
+        )
+
+
+class Operators:
+    """The two operators over one window.
+
+    Args:
+        window: Opened by `comm/shm.py` or `comm/gin.py`.
+        memory: Its bytes, (window bytes,) uint8, as the same module shows them.
+    """
+
+    def __init__(self, window: Window, memory: torch.Tensor) -> None:
+        self.window = window
+        self.memory = memory
+        self._used = 0
+        self._last: dict[Operation, Event] = {}
+        self._streams: dict[Operation, Stream] = {
+            operation: open_stream(
+                memory.device,
+                f"dmuon_{operation.name.lower()}",
+                timeout_seconds=window.mesh.timeout_seconds,
+                high_priority=True,
+            )
+            for operation in Operation
+        }
+
+    @classmethod
+    def shm(
+        cls,
+        job: str,
+        *,
+        nodes: int,
+        rails: int,
+        rank: int,
+        window_bytes: int,
+        gather_nodes: int | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        chunk_bytes: int = 0,
+        slots: int = 0,
+    ) -> Operators:
+        """Open a window between processes of this machine. Collective.
+
+        Args:
+            job: 1 to 64 letters, digits or hyphens, equal on all ranks, unique among the running
+                jobs of this user.
+            nodes: R.
+            rails: K; rank = node * K + rail.
+            rank: This rank.
+            window_bytes: Memory for buffers, on each rank.
+            gather_nodes: Consecutive nodes that a gather spans; None: all.
+            timeout: Longest wait for another rank.
+            chunk_bytes: Of a chunk; 0: the fabric's own.
+            slots: Of a ring; 0: the fabric's own.
+
+        Raises:
+            ValueError: a bad argument.
+            OSError: no room, or ranks disagree about the arguments.
+            CommunicationError: a rank did not come.
+        """
+        mesh = WindowMesh(
+            nodes=nodes,
+            rails=rails,
+            rank=rank,
+            gather_nodes=nodes if gather_nodes is None else gather_nodes,
+            user_bytes=aligned(window_bytes),
+            timeout_seconds=timeout.total_seconds(),
+            chunk_bytes=chunk_bytes,
+            slots=slots,
+        )
+        window = shm.open_window(job, mesh)
+        return cls(window, shm.memory(window))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Take a tensor (numel,) of the window, with undefined content, until the window ends.
+
+        All ranks take the same sizes in the same order, so that it lies at the same place.
+
+        Raises:
+            ValueError: the window has no room for it.
+        """
+        nbytes = numel * dtype.itemsize
+        if nbytes > self.window.nbytes - self._used:
+            raise ValueError(
+                f"window: no room for {nbytes} bytes, {self.window.nbytes - self._used} of "
+                f"{self.window.nbytes} are left; open it with more window_bytes"
+            )
+        found = self.memory[self._used : self._used + nbytes].view(dtype)
+        self._used = min(aligned(self._used + nbytes), self.window.nbytes)
+        return found
+
+    def all_gather_v(self, segments: Sequence[Segment], *, label: str = "all") -> AllGatherV:
+        """Freeze a gather's table. `label` names it in errors.
+
+        Raises:
+            ValueError: a bad segment; the text names it.
+        """
+        group = self.window.create_group(
+            Operation.ALL_GATHER_V,
+            segments,
+            label=label,
+            dtype=torch.uint8,
+            buffer_bytes=max((s.offset + aligned(s.bytes) for s in segments), default=0),
+        )
+        return AllGatherV(self, group, label)
+
+    def reduce_scatter_v(
+        self, segments: Sequence[Segment], dtype: torch.dtype, *, label: str = "all"
+    ) -> ReduceScatterV:
+        """Freeze a reduction's table, of bfloat16 or float32 elements.
+
+        Raises:
+            ValueError: a bad segment or dtype; the text names it.
+        """
+        group = self.window.create_group(
+            Operation.REDUCE_SCATTER_V,
+            segments,
+            label=label,
+            dtype=dtype,
+            buffer_bytes=max((s.offset + aligned(s.bytes) for s in segments), default=0),
+            home_bytes=max((s.home + aligned(s.bytes) for s in segments), default=0),
+        )
+        return ReduceScatterV(self, group, label)
+
+    def call(self, group: WindowGroup, buffer: int, home: int) -> None:
+        """Run a group at window offsets: here to the end, on a GPU behind the current stream."""
+        device = self.memory.device
+        on_gpu = device.type == "cuda"
+        group.call(buffer, home, torch.cuda.current_stream(device).cuda_stream if on_gpu else None)
+
+    def stream(self, operation: Operation) -> Stream:
+        """Return the stream on which an operation's calls run."""
+        return self._streams[operation]
+
+    def started(self, operation: Operation, event: Event) -> None:
+        """Note the end of an operation's latest call."""
+        self._last[operation] = event
+
+    def finish(self, operation: Operation) -> None:
+        """Wait for the operation's calls that were started."""
+        event = self._last.pop(operation, None)
+        if event is not None:
+            event.wait()
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the window."""
+        begin = tensor.data_ptr() - self.window.pointer
+        return 0 <= begin <= self.window.nbytes - tensor.numel() * tensor.element_size()
+
+    def offset_of(self, tensor: torch.Tensor, nbytes: int, label: str) -> int:
+        """Return a tensor's window offset in bytes.
+
+        Raises:
+            ValueError: it is not contiguous, outside the window or smaller than `nbytes`.
+        """
+        size = tensor.numel() * tensor.element_size()
+        if not tensor.is_contiguous() or size < nbytes:
+            raise ValueError(
+                f"{label}: needs a contiguous tensor of {nbytes} bytes or more, got "
+                f"{size} bytes with strides {tensor.stride()}"
+            )
+        if not self.contains(tensor):
+            raise ValueError(f"{label}: the tensor is not in the window; take it with empty()")
+        return tensor.data_ptr() - self.window.pointer
+
+    def close(self) -> None:
+        """Finish what was started and end the streams. Memory ends with its last tensor."""
+        for stream in self._streams.values():
+            stream.close()

@@ -1,0 +1,52 @@
+"""Opens windows over the shared memory of one machine (csrc/fabric/shm*)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from torchtitan_dmuon.comm.binding import Library, Window, WindowMesh
+from torchtitan_dmuon.native import build
+
+_SOURCES = (
+    "api/shm_api.cpp",
+    "core/table.cpp",
+    "fabric/shm.cpp",
+    "fabric/shm_pool.cpp",
+    "fabric/sum.cpp",
+)
+
+
+@cache
+def _library() -> Library:
+    path = build("dmuon_shm", _SOURCES, libraries=["-pthread"])
+    return Library(path, "dmuon_shm_open", [ctypes.c_char_p])
+
+
+def open_window(job: str, mesh: WindowMesh) -> Window:
+    """Open a window between processes of this machine and user. Collective.
+
+    The memory has no name once this returned, so it ends with its processes however they end.
+
+    Args:
+        job: 1 to 64 letters, digits or hyphens, the same on all ranks; no other running job of
+            this user may have it.
+        mesh: The same on all ranks, but for `rank`.
+
+    Raises:
+        NativeError: the library cannot be compiled.
+        ValueError: a bad job or mesh.
+        OSError: no room in /dev/shm, or ranks disagree about the mesh.
+        CommunicationError: a rank did not come within the mesh's time limit.
+    """
+    return _library().open(mesh, job.encode())
+
+
+def memory(window: Window) -> torch.Tensor:
+    """Return the window's memory, (nbytes,) uint8, without a copy. It keeps the window."""
+    raw = (ctypes.c_uint8 * window.nbytes).from_address(window.pointer)
+    # torch keeps `raw`, and so the window.
+    setattr(raw, "window", window)  # noqa: B010
+    return torch.frombuffer(raw, dtype=torch.uint8)
