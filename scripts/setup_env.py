@@ -22,6 +22,9 @@ STAMP = "torchtitan_dmuon.json"
 LOCK_SECONDS = 1800
 # A peer that tests compare with. Its own requirements pin kernels for GPUs, which tests do without.
 WITHOUT_REQUIREMENTS = {"dev": ["gram-newton-schulz"]}
+# NCCL's headers, for tests that compile against them. No constraint: a CUDA build of torch brings
+# the one version that it runs with, and could not be installed beside another.
+UNLESS_TORCH_BRINGS_IT = {"dev": {"nvidia-nccl-cu13": "2.30.7"}}
 
 
 class SetupError(Exception):
@@ -35,6 +38,7 @@ def say(text: str) -> None:
 def fingerprint(torch: str | None) -> str:
     """Digest of everything that decides what the environment must contain."""
     files = [ROOT / n for n in ("pyproject.toml", "setup.py", "constraints.txt")]
+    files.append(Path(__file__))
     files += sorted((ROOT / "patches").rglob("*.patch"))
     digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT} {torch}".encode())
     for path in files:
@@ -97,6 +101,11 @@ def set_up(venv: Path, extras: set[str], torch: str | None) -> None:
     for extra in sorted(extras & WITHOUT_REQUIREMENTS.keys()):
         alone = ["install", "-c", str(limits), "--no-deps", *WITHOUT_REQUIREMENTS[extra]]
         run([str(python), "-m", "pip", *alone], log, "pip install")
+    for extra in sorted(extras & UNLESS_TORCH_BRINGS_IT.keys()):
+        for name, version in UNLESS_TORCH_BRINGS_IT[extra].items():
+            if not has(python, name):
+                alone = ["install", "--no-deps", f"{name}=={version}"]
+                run([str(python), "-m", "pip", *alone], log, "pip install")
     say("patching torchtitan")
     run([str(python), str(ROOT / "scripts" / "apply_patches.py")], log, "apply_patches.py")
     stamp.write_text(json.dumps({"fingerprint": wanted, "extras": sorted(extras)}))
@@ -111,6 +120,13 @@ def works(python: Path) -> bool:
         done = subprocess.run([python, "-c", "import pip"], check=False, capture_output=True)
     except OSError:
         return False
+    return done.returncode == 0
+
+
+def has(python: Path, package: str) -> bool:
+    """Whether a package is installed."""
+    program = "import importlib.metadata as m, sys; m.distribution(sys.argv[1])"
+    done = subprocess.run([python, "-c", program, package], check=False, capture_output=True)
     return done.returncode == 0
 
 
