@@ -14,8 +14,12 @@ import torch.distributed as dist
 
 from tests.worlds import run_world
 from torchtitan_dmuon.comm import gin
-from torchtitan_dmuon.comm.binding import WindowMesh
+from torchtitan_dmuon.comm.binding import Operation, WindowMesh
+from torchtitan_dmuon.comm.c10d import C10dCommunicator
+from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
+from torchtitan_dmuon.comm.streams import CommunicationError
 from torchtitan_dmuon.native import NativeError
+from torchtitan_dmuon.ownership import OwnerMesh
 
 
 def mesh(rank: int, *, nodes: int = 2, user_bytes: int = 1 << 20) -> WindowMesh:
@@ -83,6 +87,50 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gin.architecture(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert gin.architecture(torch.device("cuda", 0)) == "sm_100"
+
+
+def test_the_communicator_asks_for_the_gpus_of_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs the operators get the process group of all ranks and the mesh as nodes of neighbours;
+    once per step, and at the end, a kernel that gave up waiting is an error."""
+    asked: dict[str, object] = {}
+    failed: list[str] = []
+
+    class Window:
+        nbytes = 1 << 20
+        pointer = 0
+
+        def __init__(self, mesh: WindowMesh) -> None:
+            self.mesh = mesh
+
+        def check(self, operation: Operation) -> None:
+            if failed:
+                raise CommunicationError(failed[0])
+
+    def open_window(device: torch.device, group: object, mesh: WindowMesh) -> Window:
+        asked.update(device=device, group=group, mesh=mesh)
+        return Window(mesh)
+
+    def connect(self: C10dCommunicator, ranks: object, device: torch.device, t: object) -> None:
+        self.mesh, self.rank, self.device = OwnerMesh(rows=2, columns=8), 9, device
+        self._groups, self._streams = {"exchange": "all"}, {}  # type: ignore[dict-item]
+
+    monkeypatch.setattr(gin, "open_window", open_window)
+    monkeypatch.setattr(gin, "memory", lambda window, device: torch.empty(1 << 20, device="meta"))
+    monkeypatch.setattr(C10dCommunicator, "__init__", connect)
+    monkeypatch.setattr(C10dCommunicator, "exchange", lambda self, values, maximum: None)
+    device = torch.device("cuda", 1)
+    ranks = [[8 * row + column for column in range(8)] for row in range(2)]
+    communicator = OperatorsCommunicator(ranks, device, None, ranks_per_node=4, window_bytes=1000)
+    assert (asked["device"], asked["group"]) == (device, "all")
+    assert asked["mesh"] == WindowMesh(
+        nodes=4, rails=4, rank=9, gather_nodes=2, user_bytes=2016, timeout_seconds=1800
+    )
+    communicator.exchange(torch.zeros(1))
+    failed.append("gather of layer 3: rank 2 did not come")
+    with pytest.raises(CommunicationError, match="rank 2 did not come"):
+        communicator.exchange(torch.zeros(1))
+    with pytest.raises(ValueError, match="one GPU: there is nobody"):
+        OperatorsCommunicator([[0]], device, None, ranks_per_node=1, window_bytes=1000)
 
 
 @pytest.mark.long

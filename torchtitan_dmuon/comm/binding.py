@@ -272,6 +272,11 @@ class Window:
         )
         return WindowGroup(self, self._library, handle, buffer_bytes, home_bytes)
 
+    def check(self, operation: Operation) -> None:
+        """Raise CommunicationError if a call of the operation failed."""
+        report = ctypes.byref(_Stuck())
+        self._library.call("dmuon_stuck", self._handle, int(operation), report)
+
     def stuck(self, operation: Operation) -> StuckReport | None:
         """Return where the operation's failed call stood; None if none failed."""
         report = _Stuck()

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
-from torchtitan_dmuon.comm import shm
+from torchtitan_dmuon.comm import gin, shm
 from torchtitan_dmuon.comm.binding import (
     ALIGNMENT,
     Operation,
@@ -225,6 +226,50 @@ class Operators:
         window = shm.open_window(job, mesh)
         return cls(window, shm.memory(window))
 
+    @classmethod
+    def gin(
+        cls,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        nodes: int,
+        rails: int,
+        rank: int,
+        window_bytes: int,
+        gather_nodes: int | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> Operators:
+        """Open a window between the GPUs of a process group, over NCCL's device API. Collective.
+
+        A call returns at once; one whose wait passes the limit ends on the GPU, and the next call,
+        or `check`, says where it stood. No GPU has run it yet: docs/hardware.md.
+
+        Args:
+            device: This rank's GPU.
+            group: Its ranks are the mesh's, in their order.
+            nodes: R.
+            rails: K, the GPUs of a node; rank = node * K + rail.
+            rank: This rank.
+            window_bytes: Memory for buffers, on each rank.
+            gather_nodes: Consecutive nodes that a gather spans; None: all.
+            timeout: Longest wait for another rank.
+
+        Raises:
+            NativeError: no nvcc, or no NCCL headers of the version that torch has loaded.
+            ValueError: a bad mesh, or ranks that disagree about it.
+            OSError: NCCL or CUDA refused; the text says what is missing.
+        """
+        mesh = WindowMesh(
+            nodes=nodes,
+            rails=rails,
+            rank=rank,
+            gather_nodes=nodes if gather_nodes is None else gather_nodes,
+            user_bytes=aligned(window_bytes),
+            timeout_seconds=timeout.total_seconds(),
+        )
+        window = gin.open_window(device, group, mesh)
+        return cls(window, gin.memory(window, device))
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Take a tensor (numel,) of the window, with undefined content, until the window ends.
 
@@ -296,6 +341,14 @@ class Operators:
         if event is not None:
             event.wait()
 
+    def check(self) -> None:
+        """Raise CommunicationError if a call that has ended on the GPU waited for too long.
+
+        On shm the call itself raises.
+        """
+        for operation in Operation:
+            self.window.check(operation)
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the window."""
         begin = tensor.data_ptr() - self.window.pointer
@@ -318,6 +371,12 @@ class Operators:
         return tensor.data_ptr() - self.window.pointer
 
     def close(self) -> None:
-        """Finish what was started and end the streams. Memory ends with its last tensor."""
+        """Finish what was started and end the streams. Memory ends with its last tensor.
+
+        Raises:
+            CommunicationError: on a GPU, a call waited for too long.
+        """
         for stream in self._streams.values():
             stream.close()
+        if self.memory.device.type == "cuda":
+            self.check()

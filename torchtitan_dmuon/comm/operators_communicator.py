@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +43,10 @@ class OperatorsCommunicator(C10dCommunicator):
 
     Args:
         ranks: Global rank at each (row, column) of the mesh.
-        device: CPU.
+        device: CPU: the ranks are processes of one machine. CUDA: NCCL's device API.
         timeout: Limit of each operation; None: 30 minutes.
-        ranks_per_node: Neighbours in the mesh that share a node's memory; with fewer than the
-            machine has ranks, nodes are virtual. Divides the columns; with one column, the rows.
+        ranks_per_node: Neighbours in the mesh that share a node's memory. On GPUs those of a node;
+            on CPUs any, nodes are then virtual. Divides the columns; with one column, the rows.
         window_bytes: Memory for the stage of each of the two operations: at least the largest
             buffer.
 
@@ -53,6 +54,8 @@ class OperatorsCommunicator(C10dCommunicator):
 
     Raises:
         ValueError: ranks_per_node does not fit the mesh, or another device.
+        NativeError: the library cannot be compiled.
+        OSError: no memory, or NCCL or CUDA refused.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class OperatorsCommunicator(C10dCommunicator):
         ranks_per_node: int,
         window_bytes: int,
     ) -> None:
-        if device.type != "cpu":
-            raise ValueError(f"device {device}: the shm operators move CPU tensors only")
+        if device.type == "cuda" and len(ranks) * len(ranks[0]) == 1:
+            raise ValueError("one GPU: there is nobody to move data to")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {device}: the operators move CPU and CUDA tensors only")
         columns = len(ranks[0])
         span = columns if columns > 1 else len(ranks)
         if ranks_per_node < 1 or span % ranks_per_node:
@@ -75,8 +80,7 @@ class OperatorsCommunicator(C10dCommunicator):
             )
         super().__init__(ranks, device, timeout)
         self._rails = ranks_per_node
-        self.operators = Operators.shm(
-            self._agree_on_job(),
+        self.operators = self._open(
             nodes=self.mesh.size // ranks_per_node,
             rails=ranks_per_node,
             rank=self.rank,
@@ -90,11 +94,19 @@ class OperatorsCommunicator(C10dCommunicator):
         }
         self._frozen: dict[tuple[object, ...], _Frozen] = {}
 
-    def _agree_on_job(self) -> str:
+    def _open(self, **mesh: Any) -> Operators:
+        if self.device.type == "cuda":
+            return Operators.gin(self.device, self._groups["exchange"], **mesh)
         names = [secrets.token_hex(8)]
         if self.mesh.size > 1:
             dist.broadcast_object_list(names, self._all_ranks[0], self._groups["exchange"])
-        return names[0]
+        return Operators.shm(names[0], **mesh)
+
+    def exchange(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        # Once per step: a kernel that gave up waiting has told nobody yet.
+        if self.device.type == "cuda":
+            self.operators.check()
+        super().exchange(values, maximum=maximum)
 
     def gather(
         self,
