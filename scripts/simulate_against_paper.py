@@ -73,7 +73,7 @@ def lanes(cluster: Cluster) -> str:
         if row.gpus != 64 or row.nbytes < 2**24:
             continue
         segments = row.segments(8)
-        end = -(-max(s.offset + s.nbytes for s in segments) // 16) * 16
+        end = -(-max(s.offset + s.bytes for s in segments) // 16) * 16
         run = Run(operation=row.operation, nodes=8, rails=8, buffer_bytes=end, home_bytes=end)
         cells = []
         for count in (1, 2, 4):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_dmuon.simulator.binding import Segment
+from torchtitan_dmuon.native.segments import Segment
 from torchtitan_dmuon.simulator.cluster import Cluster
 from torchtitan_dmuon.simulator.operator import Prediction, predict, segments_of
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_dmuon.native.build import build, sources_folder
-from torchtitan_dmuon.simulator.binding import PROTOCOL_SOURCES, Run, Segment, simulate
+from torchtitan_dmuon.native.segments import Segment
+from torchtitan_dmuon.simulator.binding import PROTOCOL_SOURCES, Run, simulate
 from torchtitan_dmuon.simulator.cluster import Costs
 
 CHUNK = 128  # bytes: a rail's slices begin at multiples of it

@@ -14,8 +14,9 @@ import pytest
 
 from tests.operators.published import rows
 from torchtitan_dmuon import cli
+from torchtitan_dmuon.native.segments import Segment
 from torchtitan_dmuon.simulator import command
-from torchtitan_dmuon.simulator.binding import Run, Segment, simulate
+from torchtitan_dmuon.simulator.binding import Run, simulate
 from torchtitan_dmuon.simulator.cluster import Cluster, Costs, find_cluster, names, shipped
 from torchtitan_dmuon.simulator.operator import Prediction, predict, segments_of
 
@@ -51,7 +52,7 @@ def test_links_carry_what_the_protocol_moves(operation: str) -> None:
     cluster, segments = small(nodes, rails)
     got = predict(operation, cluster, nodes, segments)
     assert got.path == "chain"
-    slices = [s.nbytes // rails for s in segments]
+    slices = [s.bytes // rails for s in segments]
     whole = sums(slices) * rails
     for index, rank in enumerate(got.ranks):
         node, rail = divmod(index, rails)
@@ -132,7 +133,7 @@ def test_no_link_is_faster_than_described() -> None:
     """The busiest NIC and NVLink port could carry their bytes in the predicted time."""
     cluster, segments = small()
     for operation in ("allgatherv", "reducescatterv"):
-        got = predict(operation, cluster, 3, [replace(s, nbytes=s.nbytes) for s in segments])
+        got = predict(operation, cluster, 3, [replace(s, bytes=s.bytes) for s in segments])
         nic = max(got.links["nic_out"].busiest, got.links["nic_in"].busiest)
         port = max(got.links["nvlink_out"].busiest, got.links["nvlink_in"].busiest)
         least = max(nic / cluster.costs.nic_gbs, port / cluster.costs.port_gbs) / 1e6
@@ -272,9 +273,9 @@ def test_owners() -> None:
     assert command.owners_of("gpus", 2, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert command.owners_of("one", 2, 2) == [(0, 0)]
     segments = segments_of(1_000_002, (1, 2, 3), command.owners_of("gpus", 2, 2))
-    assert sum(s.nbytes for s in segments) == 1_000_002
-    assert segments[1].nbytes == pytest.approx(2 * segments[0].nbytes, abs=4)
-    assert all(s.offset % 16 == 0 and s.nbytes % 2 == 0 for s in segments)
+    assert sum(s.bytes for s in segments) == 1_000_002
+    assert segments[1].bytes == pytest.approx(2 * segments[0].bytes, abs=4)
+    assert all(s.offset % 16 == 0 and s.bytes % 2 == 0 for s in segments)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan_dmuon.comm.streams import CommunicationError
-
-ALIGNMENT = 16
-"""Bytes; segments begin at multiples of it, and are moved up to the next one."""
+from torchtitan_dmuon.native.segments import CSegment, Segment, to_c
 
 _BAD_ARGUMENT, _SYSTEM, _TIMEOUT, _BROKEN = -1, -2, -3, -4
 
@@ -56,25 +54,6 @@ class WindowMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """The contiguous bytes of one matrix or small vector in its group's buffer.
-
-    Attributes:
-        offset: First byte in the buffer, a multiple of 16.
-        bytes: Length, from 0. The bytes up to the next multiple of 16 are moved too.
-        node: Of the owner; in a gather counted from the row's first node.
-        rail: Of the owner.
-        home: Reduction: first byte in the owner's reduced buffer, a multiple of 16.
-    """
-
-    offset: int
-    bytes: int
-    node: int
-    rail: int
-    home: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class StuckReport:
     """Where a call stood when a wait took too long.
 
@@ -111,16 +90,6 @@ class _Mesh(ctypes.Structure):
     ]
 
 
-class _Segment(ctypes.Structure):
-    _fields_ = [
-        ("offset", ctypes.c_uint64),
-        ("home", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("node", ctypes.c_int32),
-        ("rail", ctypes.c_int32),
-    ]
-
-
 class _Stuck(ctypes.Structure):
     _fields_ = [
         ("wait", ctypes.c_int32),
@@ -141,7 +110,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
         ctypes.c_char_p,
         ctypes.c_int32,
         ctypes.c_int32,
-        ctypes.POINTER(_Segment),
+        ctypes.POINTER(CSegment),
         ctypes.c_uint64,
         ctypes.c_uint64,
         ctypes.c_uint64,
@@ -249,14 +218,10 @@ class Window:
         number = _DTYPES.get(dtype)
         if number is None and operation is Operation.REDUCE_SCATTER_V:
             raise ValueError(f"{label}: cannot reduce {dtype}, expected bfloat16 or float32")
-        table = (_Segment * len(segments))()
-        for i, s in enumerate(segments):
-            for name in ("offset", "home", "bytes"):
-                if not 0 <= getattr(s, name) < 1 << 63:
-                    raise ValueError(
-                        f"{label}: segment {i}: {name} {getattr(s, name)}, expected 0 to 2^63 - 1"
-                    )
-            table[i] = _Segment(s.offset, s.home, s.bytes, s.node, s.rail)
+        try:
+            table = to_c(segments)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
         handle = _P()
         self._library.call(
             "dmuon_group_create",

@@ -22,38 +22,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.binding import (
-    ALIGNMENT,
-    Operation,
-    Segment,
-    Window,
-    WindowGroup,
-    WindowMesh,
-)
+from torchtitan_dmuon.comm.binding import Operation, Window, WindowGroup, WindowMesh
 from torchtitan_dmuon.comm.streams import Event, Stream, open_stream
+from torchtitan_dmuon.native.segments import Segment, aligned, place
 
-__all__ = ["AllGatherV", "Operators", "ReduceScatterV", "Segment", "aligned", "place"]
-
-
-def place(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Lay stretches of any lengths out one behind the other, as segments must lie.
-
-    Args:
-        lengths: Bytes of each.
-
-    Returns:
-        First byte of each, and the bytes of the whole buffer; multiples of 16.
-    """
-    offsets, position = [], 0
-    for length in lengths:
-        offsets.append(position)
-        position += aligned(length)
-    return offsets, position
-
-
-def aligned(length: int) -> int:
-    """Return the first multiple of 16 that is not below `length`."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
+__all__ = ["AllGatherV", "Operators", "ReduceScatterV", "Segment", "place"]
 
 
 class _Operator:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_dmuon.comm.binding import ALIGNMENT, Operation, Segment, WindowGroup
+from torchtitan_dmuon.comm.binding import Operation, WindowGroup
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.communicator import Run
-from torchtitan_dmuon.comm.operators import Operators, aligned, place
+from torchtitan_dmuon.comm.operators import Operators
 from torchtitan_dmuon.comm.streams import Event
+from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned, place
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from torchtitan_dmuon.native.build import build
+from torchtitan_dmuon.native.segments import Segment, to_c
 from torchtitan_dmuon.simulator.cluster import Costs
 
 SOURCES = (
@@ -28,25 +29,6 @@ RELEASES = ("", "put", "signal", "finish", "enter")
 
 class Violation(RuntimeError):
     """A run came to a standstill, or moved wrong bytes; says where, and with which seed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The contiguous bytes of one matrix in its group's buffer.
-
-    Attributes:
-        offset: In the buffer, in bytes; a multiple of 16.
-        nbytes: Length in bytes; 0 is allowed.
-        node: Of the owner.
-        rail: Of the owner, in its node.
-        home: In the owner's reduced buffer, in bytes; a multiple of 16. A gather ignores it.
-    """
-
-    offset: int
-    nbytes: int
-    node: int
-    rail: int = 0
-    home: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +122,6 @@ class _Config(ctypes.Structure):
     ]
 
 
-class _Segment(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("offset", "home", "nbytes")),
-        *((name, ctypes.c_int32) for name in ("node", "rail")),
-    ]
-
-
 class _Summary(ctypes.Structure):
     _fields_ = [
         ("us", ctypes.c_double),
@@ -196,8 +171,7 @@ def simulate(
     """
     library = _library()
     flat = [s for call in calls for s in call]
-    words = [_Segment(s.offset, s.home, s.nbytes, s.node, s.rail) for s in flat]
-    segments = (_Segment * len(flat))(*words)
+    segments = to_c(flat)
     counts = (ctypes.c_uint64 * len(calls))(*(len(call) for call in calls))
     ranks = run.nodes * run.rails
     summary = _Summary()

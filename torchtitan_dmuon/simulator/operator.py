@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from torchtitan_dmuon.simulator.binding import Links, Run, Segment, simulate
+from torchtitan_dmuon.native.segments import Segment, aligned
+from torchtitan_dmuon.simulator.binding import Links, Run, simulate
 from torchtitan_dmuon.simulator.cluster import Cluster
 
-_ALIGNMENT = 16
 _ELEMENT = 2
 
 LINKS = ("nic_out", "nic_in", "nvlink_out", "nvlink_in")
@@ -87,7 +87,7 @@ def segments_of(
         before += share
         nbytes = total * before // whole // _ELEMENT * _ELEMENT - begin
         segments.append(Segment(offset, nbytes, node, rail))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset += aligned(nbytes)
     return segments
 
 
@@ -114,15 +114,15 @@ def predict(
         ValueError: a mistake in the table; the message names the segment.
         NativeError: the simulator cannot be compiled.
     """
-    ends = [s.offset + s.nbytes for s in segments]
-    homes = [s.home + s.nbytes for s in segments]
+    ends = [s.offset + s.bytes for s in segments]
+    homes = [s.home + s.bytes for s in segments]
     outcome = simulate(
         Run(
             operation=operation,
             nodes=nodes,
             rails=cluster.gpus_per_node,
-            buffer_bytes=-(-max(ends) // _ALIGNMENT) * _ALIGNMENT,
-            home_bytes=-(-max(homes) // _ALIGNMENT) * _ALIGNMENT,
+            buffer_bytes=aligned(max(ends)),
+            home_bytes=aligned(max(homes)),
             seed=seed,
             delay_us=delay_us,
         ),
@@ -135,7 +135,7 @@ def predict(
         cluster=cluster.name,
         gpus=nodes * cluster.gpus_per_node,
         nodes=nodes,
-        bytes=sum(s.nbytes for s in segments),
+        bytes=sum(s.bytes for s in segments),
         segments=len(segments),
         ms=outcome.ms,
         path="star" if outcome.star else "chain" if nodes > 1 else "node",
