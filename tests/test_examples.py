@@ -47,3 +47,21 @@ def test_own_loop_trains(ranks: int, rows: int, tmp_path: Path) -> None:
     losses = _losses(done.stdout)
     assert len(losses) == 3
     assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("ranks, layout", [(4, "2 nodes of 2"), (3, "1 nodes of 3")])
+def test_operators_alone(ranks: int, layout: str) -> None:
+    """The operators move segments between processes without a model."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", "examples/operators.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    owned = 2 * 4 * 1000 * ranks * (ranks + 1) // 2
+    expected = f"{2 * ranks} segments, {owned:,} bytes: gathered on all {ranks} ranks"
+    assert expected in done.stdout and layout in done.stdout
