@@ -169,6 +169,7 @@ def test_ranks_end_with_their_launcher(endless: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_failed_save_names_its_cause(tmp_path: Path) -> None:
     """A checkpoint that cannot be written ends the job with one line and status 2, and the file in
     its way stays; a file of the current folder with the name of a module is not taken for it."""

@@ -95,7 +95,8 @@ struct GroupTable {
 inline GroupTable make_table(const Channel& channel, const char* label, int32_t dtype,
                              const dmuon_segment* segments, uint64_t count, uint64_t buffer_bytes,
                              uint64_t home_bytes) {
-  if (dtype != DMUON_BFLOAT16 && dtype != DMUON_FLOAT32) {
+  const bool gather = channel.operation == Operation::all_gather_v;
+  if (!gather && dtype != DMUON_BFLOAT16 && dtype != DMUON_FLOAT32) {
     refuse("dtype " + std::to_string(dtype) + ", expected 0 (bfloat16) or 1 (float32)");
   }
   std::vector<Segment> table;
@@ -104,7 +105,6 @@ inline GroupTable make_table(const Channel& channel, const char* label, int32_t 
     const dmuon_segment& s = segments[i];
     table.push_back({s.offset, s.home, s.bytes, s.node, s.rail});
   }
-  const bool gather = channel.operation == Operation::all_gather_v;
   const uint32_t element = gather ? 1 : dtype == DMUON_BFLOAT16 ? 2 : 4;
   try {
     return {channel.operation, static_cast<Dtype>(dtype), buffer_bytes, home_bytes, label,

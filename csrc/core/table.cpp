@@ -107,8 +107,9 @@ Channel make_channel(Operation operation, int nodes, int rails, int node, int ra
   if (rails < 1 || rails > kMaxRails) fail("%d ranks per node, expected 1 to %d", rails, kMaxRails);
   if (node < 0 || node >= nodes) fail("node %d, expected 0 to %d", node, nodes - 1);
   if (rail < 0 || rail >= rails) fail("rail %d, expected 0 to %d", rail, rails - 1);
-  if (chunk_bytes == 0 || chunk_bytes % kAlignment != 0) {
-    fail("chunks of %u bytes, expected a multiple of %" PRIu64, chunk_bytes, kAlignment);
+  if (chunk_bytes == 0 || chunk_bytes % kAlignment != 0 || chunk_bytes > kMaxChunkBytes) {
+    fail("chunks of %u bytes, expected a multiple of %" PRIu64 " up to %u", chunk_bytes,
+         kAlignment, kMaxChunkBytes);
   }
   if (slots < 1) fail("%d slots per ring, expected 1 or more", slots);
   // With few nodes several pipelines share a queue, so that all blocks find work.
@@ -128,15 +129,24 @@ Plan::Plan(const Channel& channel, const std::vector<Segment>& segments, uint64_
 
   // Decisions that all ranks must make alike look at all rails, not at the own one.
   uint64_t longest = 0;
+  uint64_t most_chunks = 0;
   std::vector<int> pipelines_of_rail(channel.rails, 0);
   const uint32_t unit = channel.chunk_bytes;
   for (int rail = 0; rail < channel.rails; ++rail) {
+    uint64_t chunks = 0;
     for (int node = 0; node < channel.nodes; ++node) {
       const uint64_t bytes = stream_bytes(segments, channel.rails, node, rail);
       longest = std::max(longest, bytes);
       pipelines_of_rail[rail] += static_cast<int>(
           std::min<uint64_t>(channel.lanes, (bytes + unit - 1) / unit));
+      chunks += (bytes + unit - 1) / unit;
     }
+    most_chunks = std::max(most_chunks, chunks);
+  }
+  if (most_chunks > kMaxChunks) {
+    fail("%" PRIu64 " chunks of %u bytes on a rail, expected at most %" PRIu64
+         "; give larger chunks",
+         most_chunks, unit, kMaxChunks);
   }
   // Little data: one hop to every node costs the source's link no more than the hops of a chain
   // would cost in latency.

@@ -31,6 +31,9 @@ constexpr int kStarNodes = 16;
 constexpr int kMaxNodes = 1024;
 constexpr int kMaxRails = 72;
 constexpr uint64_t kMaxSegments = 65536;
+constexpr uint32_t kMaxChunkBytes = 1u << 30;
+// Numbers of chunks and pieces fit 32 bits: a piece is a part of one segment in one chunk.
+constexpr uint64_t kMaxChunks = 1u << 30;
 
 enum class Dtype : int32_t { bfloat16 = 0, float32 = 1 };
 enum class Operation : int32_t { all_gather_v = 0, reduce_scatter_v = 1 };

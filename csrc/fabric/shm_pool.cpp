@@ -77,7 +77,11 @@ void remove_stale() {
     if (file_name.compare(0, begin.size(), begin) != 0) continue;
     const std::string name = "/" + file_name;
     const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
-    if (file.get() >= 0 && flock(file.get(), LOCK_EX | LOCK_NB) == 0) shm_unlink(name.c_str());
+    if (file.get() < 0 || flock(file.get(), LOCK_EX | LOCK_NB) != 0) continue;
+    // Another rank that starts may have removed it meanwhile, and a live job have taken the name.
+    // Invariant: only who holds the lock removes the name, so a name that is there is this file's.
+    struct stat status;
+    if (fstat(file.get(), &status) == 0 && status.st_nlink > 0) shm_unlink(name.c_str());
   }
   closedir(folder);
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_dmuon.native.build import build, sources_folder
-from torchtitan_dmuon.native.segments import Segment
+from torchtitan_dmuon.native.segments import Segment, aligned
 from torchtitan_dmuon.simulator.binding import PROTOCOL_SOURCES, Run, simulate
 from torchtitan_dmuon.simulator.cluster import Costs
 
@@ -38,6 +38,26 @@ def table(chunks: Sequence[int], rails: int, *, chunk: int = CHUNK, turn: int = 
             nbytes = count * chunk * rails - 12
             segments.append(Segment(offset, nbytes, node, (node + turn) % rails))
             offset += nbytes + 12
+    return segments
+
+
+def scraps(chunks: Sequence[int], rails: int) -> list[Segment]:
+    """Return segments below a chunk, of all ranks of a node in turn, that fill so many chunks.
+
+    A chunk then holds parts of several segments and owners.
+
+    Args:
+        chunks: Per owner node.
+        rails: GPUs of a node.
+    """
+    segments, offset = [], 0
+    for node, count in enumerate(chunks):
+        home = 0
+        lengths = itertools.islice(itertools.cycle((20, 60, 4, 100)), 2 * count)
+        for i, nbytes in enumerate(lengths):
+            segments.append(Segment(offset, nbytes, node, i % rails, home))
+            offset += aligned(nbytes)
+            home += aligned(nbytes)
     return segments
 
 
@@ -69,8 +89,8 @@ def check(
     calls = [
         table(chunks, rails),
         table([1] * nodes, rails, chunk=CHUNK // 2 if rails == 1 else CHUNK, turn=1),
-        table(chunks[::-1], rails, turn=1),
-        table(chunks, rails),
+        scraps(chunks[::-1], rails),
+        table(chunks, rails, turn=1),
     ]
     run = Run(
         operation=operation,

@@ -100,7 +100,9 @@ ORDERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "architecture", ["sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.long)]
+)
 def test_instructions(architecture: str, tmp_path: Path) -> None:
     """128-bit accesses, multicast from sm_90 on (bfloat16 added in float32) and never before,
     releases and acquires of system scope; nothing is spilled, and registers allow 256 threads."""

@@ -69,7 +69,11 @@ def _late(result: subprocess.CompletedProcess[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [THREAD, ADDRESS], ids=["thread", "address"])
-@pytest.mark.parametrize("workers", [1, 16], ids=["one_thread", "thread_per_group"])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(1, marks=pytest.mark.long), 16],
+    ids=["one_thread", "thread_per_group"],
+)
 def test_sanitizers_find_nothing(folder: Path, flags: tuple[str, ...], workers: int) -> None:
     """No race, no stray access, no wrong byte; and no sleep that a ring should have ended.
 

@@ -291,6 +291,7 @@ def test_plan_with_torchrun_trains_nothing(
         assert ("owners    28 matrices" in capsys.readouterr().out) == (rank == 0)
 
 
+@pytest.mark.long
 def test_a_pipe_whose_reader_left_is_no_error(tmp_path: Path) -> None:
     """`dmuon plan ... | head` ends without a word."""
     program = "import sys; from torchtitan_dmuon.cli import main; sys.exit(main())"

@@ -107,7 +107,9 @@ def train(disturbed: bool, reshard: bool) -> tuple[Log, str]:
 
 
 @pytest.mark.timeout(120, func_only=True)
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+@pytest.mark.parametrize(
+    "reshard", [True, pytest.param(False, marks=pytest.mark.long)], ids=["zero3", "zero2"]
+)
 def test_order_and_bits_do_not_depend_on_timing(reshard: bool) -> None:
     calm = run_world(4, train, False, reshard, timeout_seconds=60)
     results = run_world(4, train, True, reshard, timeout_seconds=60)

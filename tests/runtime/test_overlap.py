@@ -105,7 +105,15 @@ def both(shape: tuple[int, int], kind: str, phase: int) -> tuple[float, float]:
 
 
 @pytest.mark.timeout(60, func_only=True)
-@pytest.mark.parametrize(("kind", "phase"), [("gather", 0), ("gather", 1), ("reduce", 1)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        pytest.param("gather", 0, marks=pytest.mark.long),
+        ("gather", 1),
+        ("reduce", 1),
+    ],
+    ids=str,
+)
 def test_gathers_and_reductions_run_beside_layers(kind: str, phase: int) -> None:
     overlapped, serial = both((1, 2), kind, phase)
     # Of LAYERS operations all but the first or last can hide; half of that must.

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
 from torchtitan_dmuon.comm.binding import Operation, Window, WindowGroup, WindowMesh
-from torchtitan_dmuon.comm.streams import Event, Stream, open_stream
-from torchtitan_dmuon.native.segments import Segment, aligned, place
+from torchtitan_dmuon.comm.streams import Event, Stream, mark, open_stream
+from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned, place
 
 __all__ = ["AllGatherV", "Operators", "ReduceScatterV", "Segment", "place"]
 
@@ -46,7 +46,8 @@ class _Operator:
         event = self._operators.stream(self._operation).submit(
             f"{self._operation.name.lower()} of {self.label}",
             lambda: self._operators.call(self._group, buffer, home),
-            after,
+            # On a GPU behind what the caller has put into the current stream, as a kernel would be.
+            (*after, mark(self._operators.memory.device)),
         )
         self._operators.started(self._operation, event)
         return event
@@ -68,7 +69,7 @@ class AllGatherV(_Operator):
             buffer: In the window (`Operators.empty`), at least the group's size, of any dtype, at
                 the same place on every rank. Owners have written their segments; the others' are
                 overwritten, and nothing else. Untouched by others until the event.
-            after: Events that come first.
+            after: Events that come first, beside what the current stream of a GPU has to do.
 
         Returns:
             The end of the call on this rank.
@@ -109,7 +110,7 @@ class ReduceScatterV(_Operator):
                 rank has written all segments.
             reduced: In the window, at the same place on every rank; owners get their sums at their
                 segments' `home`. May be `buffer` if each segment's home is its offset.
-            after: Events that come first.
+            after: Events that come first, beside what the current stream of a GPU has to do.
 
         Returns:
             The end of the call on this rank.
@@ -331,7 +332,8 @@ class Operators:
         """Return a tensor's window offset in bytes.
 
         Raises:
-            ValueError: it is not contiguous, outside the window or smaller than `nbytes`.
+            ValueError: it is not contiguous, outside the window, smaller than `nbytes` or begins
+                at no multiple of 16.
         """
         size = tensor.numel() * tensor.element_size()
         if not tensor.is_contiguous() or size < nbytes:
@@ -341,7 +343,13 @@ class Operators:
             )
         if not self.contains(tensor):
             raise ValueError(f"{label}: the tensor is not in the window; take it with empty()")
-        return tensor.data_ptr() - self.window.pointer
+        offset = tensor.data_ptr() - self.window.pointer
+        if offset % ALIGNMENT:
+            raise ValueError(
+                f"{label}: the tensor begins at byte {offset} of the window, expected a multiple "
+                f"of {ALIGNMENT}"
+            )
+        return offset
 
     def close(self) -> None:
         """Finish what was started and end the streams. Memory ends with its last tensor.

@@ -129,7 +129,8 @@ def build_gin(architecture: str, package: NcclPackage, *, folder: Path | None = 
         f"dmuon_gin_{architecture}",
         _GIN_SOURCES,
         compiler=str(find_nvcc()),
-        flags=_flags(architecture),
+        # Part of the cache's key: a wheel is updated in place.
+        flags=(*_flags(architecture), f"-DDMUON_NCCL_HEADERS={_text(package.version)}"),
         include=[package.include],
         libraries=[f"-L{package.library.parent}", "-l:libnccl.so.2", *_runtime_folder()],
         folder=folder,
