@@ -62,6 +62,7 @@ def alone() -> Iterator[Operators]:
         ),
         ([Segment(0, 16, 1, 0)], "segment 0: owner node 1, expected 0 to 0"),
         ([Segment(0, 16, 0, -1)], "segment 0: owner rail -1, expected 0 to 0"),
+        ([Segment(0, 16, 0, 1 << 32)], "segment 0: owner rail 4294967296 is no rank"),
         ([Segment(-16, 16, 0, 0)], "segment 0: offset -16, expected 0 to"),
         ([Segment(16 * i, 16, 0, 0) for i in range(65537)], "segment 65536: a group holds at most"),
     ],
@@ -101,11 +102,14 @@ def test_bad_buffers_are_refused(alone: Operators) -> None:
         group(buffer[16:])
     with pytest.raises(ValueError, match=r"layer\.3: needs a contiguous tensor"):
         group(buffer.view(64, 64).t())
+    uneven = alone.empty(4112, torch.uint8)[8:]
+    with pytest.raises(ValueError, match=r"layer\.3: the tensor begins at byte 4104 .*of 16"):
+        group(uneven)
     with pytest.raises(ValueError, match="buffer at 8 with 4096 bytes, expected a multiple of 16"):
         group._group.call(8)
     with pytest.raises(ValueError, match="an end inside the window's 65536 bytes"):
         group._group.call(65536 - 4080)
-    with pytest.raises(ValueError, match="no room for 65536 bytes, 61440 of 65536 are left"):
+    with pytest.raises(ValueError, match="no room for 65536 bytes, 57328 of 65536 are left"):
         alone.empty(65536, torch.uint8)
     group.run(buffer)  # The window still works.
 

@@ -293,3 +293,12 @@ def test_bad_tables(segment: Segment, expected: str) -> None:
     run = Run(operation="allgatherv", nodes=2, rails=4, buffer_bytes=4096)
     with pytest.raises(ValueError, match=re.escape(expected)):
         simulate(run, shipped("h100_400g").costs, [[Segment(0, 48, 0), segment]])
+
+
+def test_more_chunks_than_can_be_counted_are_refused() -> None:
+    """Chunks have numbers of 32 bits; a table that needs more is refused before it is built."""
+    run = Run(operation="allgatherv", nodes=1, rails=1, chunk_bytes=16, buffer_bytes=2**40)
+    with pytest.raises(ValueError, match="68719476736 chunks of 16 bytes on a rail, expected at"):
+        simulate(run, shipped("h100_400g").costs, [[Segment(0, 2**40, 0)]])
+    with pytest.raises(ValueError, match="chunks of 2147483648 bytes, expected a multiple of 16"):
+        simulate(replace(run, chunk_bytes=2**31), shipped("h100_400g").costs, [[]])

@@ -52,6 +52,9 @@ def to_c(segments: Sequence[Segment]) -> ctypes.Array[CSegment]:
         for name in ("offset", "home", "bytes"):
             if not 0 <= getattr(s, name) < 1 << 63:
                 raise ValueError(f"segment {i}: {name} {getattr(s, name)}, expected 0 to 2^63 - 1")
+        for name in ("node", "rail"):  # what is no rank, but a number, the core names
+            if not -(1 << 31) <= getattr(s, name) < 1 << 31:
+                raise ValueError(f"segment {i}: owner {name} {getattr(s, name)} is no rank")
         table[i] = CSegment(s.offset, s.home, s.bytes, s.node, s.rail)
     return table
 
