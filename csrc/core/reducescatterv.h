@@ -26,6 +26,8 @@ struct ReduceScatterV {
     const Channel& channel = call.channel;
     if (forward(fabric, call, pipeline, route, cursor.done, cursor)) return true;
     if (give_back(fabric, channel, route, cursor)) return true;
+    // Invariant: the sum reads all ranks of the node, and the last hop writes one of them: each has
+    // entered. A slot is written only when it is free, or after what upstream put there has arrived.
     if (cursor.done == cursor.end || !entered.all(fabric)) return false;
     const bool from_star = route.last && route.star;
     if (from_star ? !all_arrived(fabric, channel, cursor.done)
@@ -33,6 +35,7 @@ struct ReduceScatterV {
       return false;
     }
     add(fabric, call, pipeline, route, cursor);
+    // The star's inboxes are read; a chain's slot is given back by a later step, after its put.
     if (from_star) give_back_all(fabric, channel, route);
     ++cursor.done;
     return true;

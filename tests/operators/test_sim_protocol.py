@@ -16,6 +16,27 @@ GATHER = "allgatherv.h"
 REDUCE = "reducescatterv.h"
 
 MUTATIONS = {
+    "a chunk's segments gathered from one place of the slot": [
+        (GATHER, "      from += piece.bytes;", "")
+    ],
+    "a chunk's segments reduced in one place of the slot": [
+        (REDUCE, "      slot += piece.bytes;", "")
+    ],
+    "only the first segment's owner has entered": [
+        (
+            GATHER,
+            "if (!entered.one(fabric, plan.pieces[i].owner_rail)) return false;",
+            "if (i == plan.chunk_pieces[chunk] &&"
+            " !entered.one(fabric, plan.pieces[i].owner_rail)) return false;",
+        )
+    ],
+    "all sums of a chunk to its first owner": [
+        (
+            REDUCE,
+            "route.last ? piece.owner_rail : channel.rail",
+            "route.last ? plan.pieces[plan.chunk_pieces[chunk]].owner_rail : channel.rail",
+        )
+    ],
     "acknowledgement ignored": [
         (
             STEPS,

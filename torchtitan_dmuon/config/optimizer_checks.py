@@ -186,7 +186,7 @@ def check_mode(job: Job) -> None:
 
 
 def check_communication(job: Job) -> None:
-    """Refuse what moves matrices in a way that this version does not have.
+    """Refuse what moves matrices in a way that this version cannot train with yet.
 
     Raises:
         ConfigError: communication "operators" in a mode with owned matrices.
@@ -202,7 +202,7 @@ def check_communication(job: Job) -> None:
     )
     raise ConfigError(
         f"{_place(job, 'parallelism.communication')}: {chosen} can be planned but not trained "
-        f"with: the operators are not in this version; {instead}"
+        f"with: jobs cannot use the operators yet; {instead}"
     )
 
 

@@ -89,7 +89,7 @@ class Parallelism(ParallelismConfig):
     communication: Literal["c10d", "operators"] = "c10d"
     """
     What moves owned matrices: c10d (collectives of NCCL or gloo), or operators (one-sided copies,
-    line D), which this version plans with but does not have: a training job with them is refused.
+    line D), which this version has and plans with, but cannot train with yet: a job is refused.
     """
 
     small_matrix_numel: int = 5_000_000
