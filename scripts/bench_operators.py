@@ -14,10 +14,10 @@ A round of a small size is several calls. Ratios are taken within a round (other
 ours); shown are medians and the range between quartiles. `copy` is what
 memcpy needs: a copy through a ring counts like any other, a sum of s inputs as (s + 1) / 2 copies,
 since it reads s and writes 1. Read "of bound" as the part of that bandwidth that our operator
-reaches; it may pass 100 percent, for stores past the cache are faster than memcpy's here, and chunks
-stay in the cache between two copies. "of bound (CPU)" is the same in processor time, summed over all
-ranks: it leaves out waiting for a processor, of which there is much when ranks or other programs
-outnumber processors.
+reaches. It may pass 100 percent: stores past the cache are faster than memcpy's here, and chunks
+stay in the cache between two copies. "of bound (CPU)" is the same in processor time, summed over
+all ranks: it leaves out waiting for a processor, of which there is much when ranks or other
+programs outnumber processors.
 """
 
 from __future__ import annotations
