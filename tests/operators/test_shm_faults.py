@@ -66,7 +66,7 @@ def alone() -> Iterator[Operators]:
         ([Segment(-16, 16, 0, 0)], "segment 0: offset -16, expected 0 to"),
         ([Segment(16 * i, 16, 0, 0) for i in range(65537)], "segment 65536: a group holds at most"),
     ],
-    ids=["aligned", "overlap", "padding", "node", "rail", "negative", "many"],
+    ids=["aligned", "overlap", "padding", "node", "rail", "wide_rail", "negative", "many"],
 )
 def test_bad_tables_are_refused(alone: Operators, segments: list[Segment], message: str) -> None:
     """At construction, with the segment's number."""
