@@ -202,7 +202,7 @@ def check_communication(job: Job) -> None:
     )
     raise ConfigError(
         f"{_place(job, 'parallelism.communication')}: {chosen} can be planned but not trained "
-        f"with: jobs cannot use the operators yet; {instead}"
+        f"with: jobs on the operators are not in this version; {instead}"
     )
 
 
