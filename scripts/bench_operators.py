@@ -33,7 +33,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -43,6 +43,8 @@ import torch.distributed as dist
 import tyro
 
 from torchtitan_dmuon.comm.operators import Operators, Segment, place
+from torchtitan_dmuon.simulator.cluster import shipped
+from torchtitan_dmuon.simulator.operator import predict
 
 Times = dict[str, list[float]]
 """By way; one value per round."""
@@ -154,10 +156,9 @@ def copies(operation: str, nodes: int, rails: int, star: bool) -> float:
 
 
 def is_star(segments: Sequence[Segment], nodes: int, rails: int) -> bool:
-    """Whether every node's part fits one chunk on each rail (csrc/core/table.cpp)."""
-    chunk = 64 * KIB
-    most = max(sum(s.bytes for s in segments if s.node == n) for n in range(nodes))
-    return 1 < nodes <= 16 and most // rails <= chunk
+    """Whether the core takes the star path: the simulator, which runs the core, says so."""
+    cluster = replace(shipped("h100_400g"), gpus_per_node=rails)
+    return predict("allgatherv", cluster, nodes, segments).path == "star"
 
 
 class Rank:

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan_dmuon.comm.binding import _Mesh as Mesh
+from torchtitan_dmuon.comm.binding import _Stuck as Report
+from torchtitan_dmuon.native.segments import CSegment as Segment
+from torchtitan_dmuon.native.segments import place
+
 GATHER, REDUCE = 0, 1
 BFLOAT16, FLOAT32 = 0, 1
 TIMEOUT, BAD_ARGUMENT = -3, -1
@@ -23,40 +28,6 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     """Widen bfloat16 bits (uint16) to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-class Mesh(ctypes.Structure):
-    _fields_ = [
-        ("nodes", ctypes.c_int32),
-        ("rails", ctypes.c_int32),
-        ("gather_nodes", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("user_bytes", ctypes.c_uint64),
-        ("chunk_bytes", ctypes.c_uint32),
-        ("slots", ctypes.c_int32),
-        ("timeout_seconds", ctypes.c_double),
-    ]
-
-
-class Segment(ctypes.Structure):
-    _fields_ = [
-        ("offset", ctypes.c_uint64),
-        ("home", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("node", ctypes.c_int32),
-        ("rail", ctypes.c_int32),
-    ]
-
-
-class Report(ctypes.Structure):
-    _fields_ = [
-        ("wait", ctypes.c_int32),
-        ("queue", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("chunk", ctypes.c_uint64),
-        ("number", ctypes.c_uint64),
-    ]
 
 
 class Call(ctypes.Structure):
@@ -81,10 +52,8 @@ class Layout:
 
     @staticmethod
     def of(lengths: list[int], owners: list[tuple[int, int]]) -> Layout:
-        segments, end = [], 0
-        for length, (node, rail) in zip(lengths, owners, strict=True):
-            segments.append((end, length, node, rail))
-            end += -(-length // 16) * 16
+        offsets, end = place(lengths)
+        segments = [(at, n, *owner) for at, n, owner in zip(offsets, lengths, owners, strict=True)]
         return Layout(tuple(segments), end)
 
 
