@@ -131,6 +131,28 @@ class ReduceScatterV(_Operator):
         )
 
 
+def _mesh(
+    nodes: int,
+    rails: int,
+    rank: int,
+    gather_nodes: int | None,
+    window_bytes: int,
+    timeout: timedelta,
+    chunk_bytes: int = 0,
+    slots: int = 0,
+) -> WindowMesh:
+    return WindowMesh(
+        nodes=nodes,
+        rails=rails,
+        rank=rank,
+        gather_nodes=nodes if gather_nodes is None else gather_nodes,
+        user_bytes=aligned(window_bytes),
+        timeout_seconds=timeout.total_seconds(),
+        chunk_bytes=chunk_bytes,
+        slots=slots,
+    )
+
+
 class Operators:
     """The two operators over one window.
 
@@ -187,16 +209,7 @@ class Operators:
             OSError: no room, or ranks disagree about the arguments.
             CommunicationError: a rank did not come.
         """
-        mesh = WindowMesh(
-            nodes=nodes,
-            rails=rails,
-            rank=rank,
-            gather_nodes=nodes if gather_nodes is None else gather_nodes,
-            user_bytes=aligned(window_bytes),
-            timeout_seconds=timeout.total_seconds(),
-            chunk_bytes=chunk_bytes,
-            slots=slots,
-        )
+        mesh = _mesh(nodes, rails, rank, gather_nodes, window_bytes, timeout, chunk_bytes, slots)
         window = shm.open_window(job, mesh)
         return cls(window, shm.memory(window))
 
@@ -233,14 +246,7 @@ class Operators:
             ValueError: a bad mesh, or ranks that disagree about it.
             OSError: NCCL or CUDA refused; the text says what is missing.
         """
-        mesh = WindowMesh(
-            nodes=nodes,
-            rails=rails,
-            rank=rank,
-            gather_nodes=nodes if gather_nodes is None else gather_nodes,
-            user_bytes=aligned(window_bytes),
-            timeout_seconds=timeout.total_seconds(),
-        )
+        mesh = _mesh(nodes, rails, rank, gather_nodes, window_bytes, timeout)
         window = gin.open_window(device, group, mesh)
         return cls(window, gin.memory(window, device))
 
