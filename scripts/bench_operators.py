@@ -110,7 +110,7 @@ class Line:
         kib: Size of the buffer.
         seconds: One call of each way, median of the rounds, slowest rank.
         quartiles: The rounds' quartiles of the same.
-        ratios: Other ways' time over ours, median of the rounds.
+        ratios: Other ways' time over ours, median of the rounds; and `owners/stream`.
         ratio_quartiles: Their quartiles.
         cpu_seconds: Processor time of one call of each way, all ranks together, median.
         cpu_of_bound: Copying's processor time over ours, median of the rounds.
@@ -304,6 +304,12 @@ def _quartiles(values: Sequence[float]) -> list[float]:
     return [low, high]
 
 
+def _add_ratio(line: Line, name: str, above: Sequence[float], below: Sequence[float]) -> None:
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    line.ratios[name] = statistics.median(ratios)
+    line.ratio_quartiles[name] = _quartiles(ratios)
+
+
 def summarize(mesh: str, case: Case, times: Times, cpu: Times) -> Line:
     """Return medians and quartiles; ratios are taken within rounds."""
     line = Line(mesh, case.operation, case.owners, case.nbytes // KIB)
@@ -311,9 +317,8 @@ def summarize(mesh: str, case: Case, times: Times, cpu: Times) -> Line:
         line.seconds[way] = statistics.median(values)
         line.quartiles[way] = _quartiles(values)
         if way != "ours":
-            ratios = [a / b for a, b in zip(values, times["ours"], strict=True)]
-            line.ratios[way] = statistics.median(ratios)
-            line.ratio_quartiles[way] = _quartiles(ratios)
+            _add_ratio(line, way, values, times["ours"])
+    _add_ratio(line, "owners/stream", times["owners"], times["stream"])
     line.cpu_seconds = {way: statistics.median(values) for way, values in cpu.items()}
     shares = [a / max(b, 1e-9) for a, b in zip(cpu["copy"], cpu["ours"], strict=True)]
     line.cpu_of_bound = statistics.median(shares)
@@ -325,7 +330,7 @@ def show(line: Line) -> str:
         f"{line.mesh:>5} {line.operation:<6} {line.owners:<8} {line.kib:>7}",
         *(f"{1e3 * line.seconds[way]:>9.3f}" for way in WAYS),
     ]
-    for way in ("owners", "regular"):
+    for way in ("owners", "owners/stream", "regular"):
         low, high = line.ratio_quartiles[way]
         parts.append(f"{line.ratios[way]:>7.2f} ({low:.2f}-{high:.2f})")
     low, high = line.ratio_quartiles["copy"]
@@ -336,7 +341,7 @@ def show(line: Line) -> str:
 
 HEADER = (
     " mesh op     owners       KiB   ours ms    stream    owners   regular   copy ms  "
-    "owners/ours      regular/ours       of bound      (CPU)"
+    "owners/ours      owners/stream    regular/ours       of bound      (CPU)"
 )
 
 

@@ -22,4 +22,5 @@ echo "test: ruff and mypy"
 "$venv/bin/ruff" format --check --quiet .
 "$venv/bin/mypy" --no-error-summary
 echo "test: pytest"
-exec "$venv/bin/python" -m pytest "$@"
+# Two files at a time, as many as the smallest machine has cores; -n 0 runs one after the other.
+exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "$@"
