@@ -21,6 +21,7 @@ from torchtitan_dmuon.log import end_of_pipe
 from torchtitan_dmuon.patching import PatchError
 from torchtitan_dmuon.planner import command as planner
 from torchtitan_dmuon.simulator import command as simulator
+from torchtitan_dmuon.timeline import command as timeline
 
 COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]], None]]] = {
     "bench": (bench.Options, bench.run),
@@ -30,6 +31,7 @@ COMMANDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[str], list[str]
     "import": (export.ImportOptions, export.run_import),
     "plan": (planner.Options, planner.run),
     "simulate": (simulator.Options, simulator.run),
+    "timeline": (timeline.Options, timeline.run),
 }
 """Of each command its options, and what runs it: (options, job options, all arguments)."""
 

@@ -142,8 +142,6 @@ def _dedicate(
 ) -> Dedication:
     layers: Any = model.layers
     blocks = set(layers.values())
-    # A job with another one was refused before it came here.
-    assert parallelism.communication == "c10d"
     return dedicate_params(
         model,
         mesh,

@@ -14,9 +14,12 @@
 
 namespace dmuon {
 
+// Operations that groups are made for, and channels of a communicator: the publish has its own.
 constexpr int kOperations = 2;
+constexpr int kChannels = 3;
 
 inline const char* name_of(Operation operation) {
+  if (operation == Operation::publish) return "publish";
   return operation == Operation::all_gather_v ? "all_gather_v" : "reduce_scatter_v";
 }
 
@@ -69,18 +72,63 @@ inline void check_mesh(const dmuon_mesh& mesh) {
   }
 }
 
-// A gather's nodes are those of its row.
-inline int first_node(const dmuon_mesh& mesh, Operation operation) {
+// The nodes of the mesh that a channel connects: first, first + stride, ...
+struct Span {
+  int first;
+  int stride;
+  int count;
+};
+
+// A gather's nodes are those of its row; a publish's those at the same place of all rows.
+inline Span span_of(const dmuon_mesh& mesh, Operation operation) {
   const int node = mesh.rank / mesh.rails;
-  return operation == Operation::all_gather_v ? node / mesh.gather_nodes * mesh.gather_nodes : 0;
+  const int place = node % mesh.gather_nodes;
+  switch (operation) {
+    case Operation::all_gather_v:
+      return {node - place, 1, mesh.gather_nodes};
+    case Operation::publish:
+      return {place, mesh.gather_nodes, mesh.nodes / mesh.gather_nodes};
+    case Operation::reduce_scatter_v:
+      break;
+  }
+  return {0, 1, mesh.nodes};
 }
 
 inline Channel channel_of(const dmuon_mesh& mesh, Operation operation, uint64_t ring_base) {
-  const int nodes = operation == Operation::all_gather_v ? mesh.gather_nodes : mesh.nodes;
-  return make_channel(operation, nodes, mesh.rails,
-                      mesh.rank / mesh.rails - first_node(mesh, operation), mesh.rank % mesh.rails,
-                      mesh.chunk_bytes, mesh.slots, ring_base);
+  const Span span = span_of(mesh, operation);
+  return make_channel(operation, span.count, mesh.rails,
+                      (mesh.rank / mesh.rails - span.first) / span.stride, mesh.rank % mesh.rails,
+                      mesh.chunk_bytes,
+                      operation == Operation::publish ? kPublishTiles : mesh.slots, ring_base);
 }
+
+constexpr uint64_t kPageBytes = 4096;
+
+// Deals a window out: user memory first, then what is taken, each part at a page. The same on every
+// rank, so that an offset means the same place on all.
+class WindowLayout {
+ public:
+  explicit WindowLayout(const dmuon_mesh& mesh)
+      : mesh_(mesh), bytes_(round_up(mesh.user_bytes, kPageBytes)) {}
+
+  // A channel, with its rings.
+  Channel channel(Operation operation) {
+    const Channel made = channel_of(mesh_, operation, bytes_);
+    take(made.ring_bytes());
+    return made;
+  }
+  // Returns where the part begins.
+  uint64_t take(uint64_t bytes) {
+    const uint64_t begin = bytes_;
+    bytes_ = round_up(bytes_ + bytes, kPageBytes);
+    return begin;
+  }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  const dmuon_mesh& mesh_;
+  uint64_t bytes_;
+};
 
 // What is frozen in a group, checked.
 struct GroupTable {
@@ -120,6 +168,12 @@ inline void check_operation(int32_t operation) {
   }
 }
 
+inline void check_channel(int32_t operation) {
+  if (operation < 0 || operation >= kChannels) {
+    refuse("operation " + std::to_string(operation) + ", expected 0 to 2");
+  }
+}
+
 inline void check_place(const GroupTable& table, const dmuon_mesh& mesh, const char* name,
                         uint64_t place, uint64_t bytes) {
   if (place % kAlignment != 0 || place > mesh.user_bytes || bytes > mesh.user_bytes - place) {
@@ -143,7 +197,8 @@ inline std::string describe(const dmuon_mesh& mesh, Operation operation, const s
                             const dmuon_stuck_report& stuck) {
   const int rail = mesh.rank % mesh.rails;
   const auto rank = [&](int node, int peer_rail) {
-    return "rank " + std::to_string((first_node(mesh, operation) + node) * mesh.rails + peer_rail);
+    const Span span = span_of(mesh, operation);
+    return "rank " + std::to_string((span.first + node * span.stride) * mesh.rails + peer_rail);
   };
   const auto rank_here = [&](int peer_rail) {
     return "rank " + std::to_string(mesh.rank - rail + peer_rail);
@@ -167,6 +222,8 @@ inline std::string describe(const dmuon_mesh& mesh, Operation operation, const s
       what = (stuck.peer < 0 ? std::string("its node") : rank_here(stuck.peer)) +
              " to finish the call (exit)";
       break;
+    case Wait::release:
+    case Wait::flag:
     case Wait::none:
       what = "nothing that can be named";
       break;

@@ -8,7 +8,8 @@
  *
  * A mesh is R nodes of K ranks; rank = node * K + rail. A reduction spans all ranks, a gather spans
  * `gather_nodes` consecutive nodes: a row of an HSDP mesh. In a gather's segments `node` counts
- * from the first node of the row, so that all rows have the same table.
+ * from the first node of the row, so that all rows have the same table. A publish spans the nodes at
+ * the same place of all rows, one rail of them; its `node` is the number of the row.
  */
 #ifndef DMUON_H_
 #define DMUON_H_
@@ -27,11 +28,13 @@ enum {
   DMUON_BROKEN = -4        /* an earlier call failed: ranks no longer agree on what was moved */
 };
 
-enum { DMUON_ALL_GATHER_V = 0, DMUON_REDUCE_SCATTER_V = 1 };
+/* Operations; groups are made for the first two. */
+enum { DMUON_ALL_GATHER_V = 0, DMUON_REDUCE_SCATTER_V = 1, DMUON_PUBLISH = 2 };
 enum { DMUON_BFLOAT16 = 0, DMUON_FLOAT32 = 1 };
 
 typedef struct dmuon_communicator dmuon_communicator;
 typedef struct dmuon_group dmuon_group;
+typedef struct dmuon_publish dmuon_publish;
 
 /* One matrix or small vector. Offsets and the ends of their padding are multiples of 16 bytes. */
 typedef struct {
@@ -56,7 +59,7 @@ typedef struct {
 
 /* Where a call stood still. */
 typedef struct {
-  int32_t wait;    /* 0 nothing, 1 entry, 2 arrival, 3 acknowledgement, 4 put, 5 exit */
+  int32_t wait;    /* 0 nothing, 1 entry, 2 arrival, 3 acknowledgement, 4 put, 5 exit, 6 release, 7 flag */
   int32_t queue;   /* owner node, -1: none */
   int32_t peer;    /* node, or rail for entry, that was awaited; -1: unknown */
   int32_t group;   /* thread group */
@@ -85,6 +88,40 @@ int dmuon_group_create(dmuon_communicator* communicator, const char* label, int3
  * thread, `stream` is null. gin: enqueues on the CUDA stream and returns. */
 int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream);
 
+/* Freeze the table of a publish: what each owner of this rank's rail copies to the same place on the
+ * rail's other rows, step for step. All ranks of the rail create the same ones. Nothing is sent.
+ *   label, names: for errors, names[i] of task i; copied.
+ *   tasks: `node` is the row of the owner, `rail` this rank's; those of one owner in the order in
+ *     which it releases them; at least one byte each.
+ *   buffer, buffer_bytes: the stretch of the window that they lie in, the same on every rank. */
+int dmuon_publish_create(dmuon_communicator* communicator, const char* label,
+                         const char* const* names, const dmuon_segment* tasks, uint64_t count,
+                         uint64_t buffer, uint64_t buffer_bytes, dmuon_publish** publish);
+
+/* Move the tasks of step `step`, which is 1 for the first run and 1 more for each next one. Ends on
+ * this rank when its own tasks were read everywhere they are put from, and all others are here and
+ * passed on. All ranks of the rail make their runs in the same order.
+ * The step rule: before any rank releases a task of step n + 1, the runs of step n have ended on all
+ * ranks of the rail, and so has all that reads their copies of step n. Writing a task, before its
+ * release, asks for this on the own rank only.
+ * shm: runs to the end in the calling thread, `stream` is null. gin: enqueues on the CUDA stream. */
+int dmuon_publish_run(dmuon_publish* publish, uint64_t step, void* stream);
+
+/* Task `task` of this rank is final in its own copy for the next step: once per step, in the order of
+ * the table; before or after the step's run begins. gin: takes its place in the CUDA stream. */
+int dmuon_publish_release(dmuon_publish* publish, uint64_t task, void* stream);
+
+/* Wait until tasks first .. first + count - 1 of step `step` are in this rank's copy. shm: in the
+ * calling thread. gin: what comes next in the CUDA stream waits. */
+int dmuon_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t count, uint64_t step,
+                       void* stream);
+
+/* No more releases will come: a run that waits for one ends with DMUON_BROKEN. */
+int dmuon_publish_stop(dmuon_publish* publish);
+
+/* Give a publish up; nothing of it may be running. */
+int dmuon_publish_destroy(dmuon_publish* publish);
+
 /* Where the last failed call of an operation stood; report->wait is 0 if none failed. Returns
  * DMUON_TIMEOUT, with its text, if one did. Does not wait. */
 int dmuon_stuck(const dmuon_communicator* communicator, int32_t operation,
@@ -107,6 +144,15 @@ int dmuon_shm_open(const char* job, const dmuon_mesh* mesh, dmuon_communicator**
 int dmuon_gin_unique_id(void* id, uint64_t bytes);
 int dmuon_gin_open(const void* id, uint64_t bytes, int32_t device, const dmuon_mesh* mesh,
                    dmuon_communicator** communicator);
+
+/* What a communicator's puts between nodes go over. NCCL decides it on each rank, and both ends of
+ * a put pick a context by these numbers: whoever opens a communicator compares them between all
+ * ranks before the first call. */
+typedef struct {
+  int32_t contexts;    /* queue pairs of one peer; 0 on a single node */
+  int32_t connections; /* NICs, or parts of them, that contexts are dealt out to */
+} dmuon_gin_network;
+int dmuon_gin_network_of(const dmuon_communicator* communicator, dmuon_gin_network* network);
 
 #ifdef __cplusplus
 }

@@ -19,36 +19,6 @@ namespace {
 // Labels that are kept for reports: more calls than a program has on the way at a time.
 constexpr size_t kLabels = 4096;
 
-dmuon_stuck_report told_of(const Report& told) {
-  return {static_cast<int32_t>(told.stuck.wait), told.stuck.queue, told.stuck.peer, told.group,
-          told.stuck.chunk, told.number};
-}
-
-bool has_failed(const GinLane& lane) {
-  return __atomic_load_n(&lane.told().written, __ATOMIC_ACQUIRE) != 0;
-}
-
-std::string describe_failure(const dmuon_communicator& c, Operation operation) {
-  const GinLane& lane = c.lanes[static_cast<int>(operation)];
-  std::string label = "an earlier group";
-  for (const auto& [number, name] : lane.labels) {
-    if (number == lane.told().number) label = name;
-  }
-  return describe(c.mesh, operation, label, told_of(lane.told()));
-}
-
-// Calls are made in one order and must run in it.
-void order(GinLane& lane, cudaStream_t stream) {
-  cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &captured), "cudaStreamIsCapturing");
-  if (captured != cudaStreamCaptureStatusNone) {
-    refuse("a call cannot be captured in a CUDA graph: each has its own number");
-  }
-  if (lane.calls > 0 && stream != lane.stream) {
-    check_cuda(cudaStreamWaitEvent(stream, lane.ended, 0), "cudaStreamWaitEvent");
-  }
-}
-
 int call(dmuon_group& group, uint64_t buffer, uint64_t home, cudaStream_t stream) {
   dmuon_communicator& c = *group.communicator;
   const Operation operation = group.table.operation;
@@ -69,7 +39,6 @@ int call(dmuon_group& group, uint64_t buffer, uint64_t home, cudaStream_t stream
              name_of(operation));
   lane.calls = next.number;
   lane.groups = next.groups_finished;
-  lane.stream = stream;
   lane.labels.emplace_back(next.number, group.table.label);
   if (lane.labels.size() > kLabels) lane.labels.pop_front();
   check_cuda(cudaEventRecord(lane.ended, stream), "cudaEventRecord");
@@ -121,6 +90,11 @@ int dmuon_gin_open(const void* id, uint64_t bytes, int32_t device, const dmuon_m
   });
 }
 
+int dmuon_gin_network_of(const dmuon_communicator* communicator, dmuon_gin_network* network) {
+  *network = communicator->network();
+  return DMUON_OK;
+}
+
 int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes) {
   *pointer = communicator->memory;
   *bytes = communicator->mesh.user_bytes;
@@ -157,7 +131,7 @@ int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream)
 int dmuon_stuck(const dmuon_communicator* communicator, int32_t operation,
                 dmuon_stuck_report* report) {
   return dmuon::guarded([&] {
-    dmuon::check_operation(operation);
+    dmuon::check_channel(operation);
     const dmuon::GinLane& lane = communicator->lanes[operation];
     *report = {0, -1, -1, -1, 0, 0};
     if (!dmuon::has_failed(lane)) return static_cast<int>(DMUON_OK);

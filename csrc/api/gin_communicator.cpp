@@ -1,14 +1,18 @@
 #include "gin_communicator.h"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
+
+#include "../core/publish.h"
+#include "publish.h"
 
 namespace dmuon {
 namespace {
 
-constexpr uint64_t kPageBytes = 4096;
-// Contexts that a channel's rings are spread over; NCCL's own kernels ask for as many.
-constexpr int kContexts = 4;
+// Contexts that a channel's rings are spread over, if NCCL gives them; its own kernels ask for as
+// many.
+constexpr int kContextsAsked = 4;
 constexpr int kLongestQueue = 1024;
 
 std::string version_text(int code) {
@@ -18,12 +22,14 @@ std::string version_text(int code) {
 
 // Work requests that can be on the way to one peer over one context, all channels together: a put
 // takes two (the write, the signal's add), and no ring has more of them than slots, nor more
-// acknowledgements.
-int queue_depth(const GinLane (&lanes)[kOperations]) {
+// acknowledgements. With fewer contexts than asked for a queue may be full; a put then waits for
+// the NIC, which waits for nobody.
+int queue_depth(const GinLane (&lanes)[kChannels]) {
   int rings = 0;
   for (const GinLane& lane : lanes) {
     const Channel& channel = lane.channel;
-    rings += ((channel.chain_rings() + kContexts - 1) / kContexts + channel.star_rings()) *
+    rings += ((channel.chain_rings() + kContextsAsked - 1) / kContextsAsked +
+              channel.star_rings()) *
              channel.slots;
   }
   int depth = 128;
@@ -40,6 +46,33 @@ OnDevice::OnDevice(int device) {
 
 OnDevice::~OnDevice() { cudaSetDevice(before_); }
 
+std::string describe_failure(const dmuon_communicator& c, Operation operation) {
+  const GinLane& lane = c.lanes[static_cast<int>(operation)];
+  const dmuon_stuck_report told = told_of(lane.told());
+  if (operation == Operation::publish) {
+    if (c.publishing != nullptr) return c.publishing->describe_stuck(told);
+    return describe(c.mesh, operation, "a table that was given up", told);
+  }
+  std::string label = "an earlier group";
+  for (const auto& [number, name] : lane.labels) {
+    if (number == told.number) label = name;
+  }
+  return describe(c.mesh, operation, label, told);
+}
+
+void order(const GinLane& lane, cudaStream_t stream) {
+  cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &captured), "cudaStreamIsCapturing");
+  if (captured != cudaStreamCaptureStatusNone) {
+    refuse("a call cannot be captured in a CUDA graph: each has its own number");
+  }
+  // On the last call's own stream too, where it costs nothing: a new stream may have the handle of
+  // one that is destroyed, so handles do not tell.
+  if (lane.calls > 0) {
+    check_cuda(cudaStreamWaitEvent(stream, lane.ended, 0), "cudaStreamWaitEvent");
+  }
+}
+
 }  // namespace dmuon
 
 using namespace dmuon;  // NOLINT: the members below are of a C struct outside the namespace
@@ -48,20 +81,20 @@ void dmuon_communicator::open(const ncclUniqueId& id) {
   connect(id);
   check_team();
   // The window: user memory, each channel's rings, each channel's words.
-  uint64_t end = round_up(mesh.user_bytes, kPageBytes);
+  WindowLayout layout(mesh);
   uint32_t signals = 0, counters = 0;
-  for (int i = 0; i < kOperations; ++i) {
+  for (int i = 0; i < kChannels; ++i) {
     const auto operation = static_cast<Operation>(i);
     GinLane& lane = lanes[i];
-    lane.channel = channel_of(mesh, operation, end);
-    const uint64_t words = round_up(end + lane.channel.ring_bytes(), kPageBytes);
-    lane.gin = {nullptr, NodeWords::place(words, mesh.rails), signals, counters,
-                first_node(mesh, operation), 0};
+    lane.channel = layout.channel(operation);
+    const uint64_t words = layout.take(NodeWords::bytes(mesh.rails));
+    const Span span = span_of(mesh, operation);
+    lane.gin = {nullptr,    NodeWords::place(words, mesh.rails), signals, counters,
+                span.first, span.stride,                         0};
     signals += lane.channel.signals();
     counters += lane.channel.counters();
-    end = round_up(words + NodeWords::bytes(mesh.rails), kPageBytes);
   }
-  make_window(end);
+  make_window(layout.bytes());
   make_device_communicator(static_cast<int>(signals), static_cast<int>(counters));
   make_lanes();
 }
@@ -148,13 +181,16 @@ void dmuon_communicator::make_device_communicator(int signals, int counters) {
   wanted.ginVaSignalsRequired = false;
   if (mesh.nodes > 1) {
     wanted.ginConnectionType = NCCL_GIN_CONNECTION_RAIL;
-    wanted.ginContextCount = kContexts;
+    wanted.ginContextCount = kContextsAsked;  // a wish: network() is what came of it
     wanted.ginSignalCount = signals;
     wanted.ginCounterCount = counters;
     wanted.ginQueueDepth = queue_depth(lanes);
   }
   settle(ncclDevCommCreate(nccl, &wanted, &device_communicator), "ncclDevCommCreate");
   has_device_communicator = true;
+  if (mesh.nodes > 1 && device_communicator.ginContextCount == 0) {
+    throw SystemError("gin: NCCL gives no context for puts, expected 1 or more");
+  }
   for (GinLane& lane : lanes) {
     lane.gin.window = window;
     lane.gin.multicast = wanted.lsaMultimem ? 1 : 0;
@@ -163,12 +199,19 @@ void dmuon_communicator::make_device_communicator(int signals, int counters) {
 
 void dmuon_communicator::make_lanes() {
   for (GinLane& lane : lanes) {
-    lane.cursors = DeviceMemory(lane.channel.cursors() * sizeof(Cursor));
+    lane.cursors = DeviceMemory(
+        std::max(lane.channel.cursors() * sizeof(Cursor), lane.channel.nodes * sizeof(PublishCursor)));
     lane.broken = DeviceMemory(sizeof(uint64_t));
     lane.report = DeviceMemory::of_host(sizeof(Report));
     check_cuda(cudaEventCreateWithFlags(&lane.ended, cudaEventDisableTiming), "cudaEventCreate");
   }
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+dmuon_gin_network dmuon_communicator::network() const {
+  if (mesh.nodes == 1) return {0, 0};
+  return {static_cast<int32_t>(device_communicator.ginContextCount),
+          static_cast<int32_t>(device_communicator.ginConnectionCount)};
 }
 
 dmuon_communicator::~dmuon_communicator() {

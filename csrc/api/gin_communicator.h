@@ -14,6 +14,8 @@
 #include "common.h"
 #include "device_memory.h"
 
+struct dmuon_communicator;
+
 namespace dmuon {
 
 // One operation's channel and the numbers that order its calls.
@@ -25,12 +27,29 @@ struct GinLane {
   DeviceMemory report;
   uint64_t calls = 0;
   uint64_t groups = 0;
-  cudaStream_t stream = nullptr;  // of the last call
   cudaEvent_t ended = nullptr;    // the last call's end
   std::deque<std::pair<uint64_t, std::string>> labels;  // of the last calls, by number
 
   const Report& told() const { return *report.as<Report>(); }
 };
+
+class PublishTable;
+
+// Whether a call of the channel has waited for too long.
+inline bool has_failed(const GinLane& lane) {
+  return __atomic_load_n(&lane.told().written, __ATOMIC_ACQUIRE) != 0;
+}
+
+inline dmuon_stuck_report told_of(const Report& told) {
+  return {static_cast<int32_t>(told.stuck.wait), told.stuck.queue, told.stuck.peer, told.group,
+          told.stuck.chunk, told.number};
+}
+
+// One line on the failed call of a channel.
+std::string describe_failure(const dmuon_communicator& c, Operation operation);
+
+// Calls are made in one order and must run in it: the stream waits for the channel's last call.
+void order(const GinLane& lane, cudaStream_t stream);
 
 // Makes a device the calling thread's until the end of the scope.
 class OnDevice {
@@ -52,8 +71,9 @@ struct dmuon_communicator {
   ncclWindow_t window = nullptr;
   bool has_device_communicator = false;
   ncclDevComm device_communicator{};
-  dmuon::GinLane lanes[dmuon::kOperations];
-  int groups = 0;
+  dmuon::GinLane lanes[dmuon::kChannels];
+  int groups = 0;  // and publishes
+  const dmuon::PublishTable* publishing = nullptr;  // what last waited or ran on its channel
 
   dmuon_communicator() = default;
   dmuon_communicator(const dmuon_communicator&) = delete;
@@ -64,6 +84,8 @@ struct dmuon_communicator {
   static void check_versions();
   // Collective; ends within the mesh's time-out, or raises.
   void open(const ncclUniqueId& id);
+  // What puts go over; 0 on a single node.
+  dmuon_gin_network network() const;
 
  private:
   void connect(const ncclUniqueId& id);

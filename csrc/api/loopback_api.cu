@@ -10,8 +10,6 @@
 namespace dmuon {
 namespace {
 
-constexpr uint64_t kPageBytes = 4096;
-
 uint64_t draw(uint64_t seed, uint64_t rank, uint64_t call) {
   uint64_t x = seed * 0x9e3779b97f4a7c15ull + rank * 0xbf58476d1ce4e5b9ull + call + 1;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -65,24 +63,24 @@ namespace {
 
 void open(dmuon_loopback& l) {
   // The window: user memory, each channel's rings, each channel's words.
-  uint64_t end = round_up(l.mesh.user_bytes, kPageBytes);
+  WindowLayout layout(l.mesh);
   for (int i = 0; i < kOperations; ++i) {
     const auto operation = static_cast<Operation>(i);
-    const uint64_t rings = end;
-    const Channel any = channel_of(l.mesh, operation, rings);
-    const uint64_t words = round_up(rings + any.ring_bytes(), kPageBytes);
-    const uint64_t signals = words + NodeWords::bytes(any.rails);
-    const uint64_t counters = signals + any.signals() * sizeof(uint64_t);
-    end = round_up(counters + any.counters() * sizeof(uint64_t), kPageBytes);
+    const Channel any = layout.channel(operation);
+    const uint64_t node_bytes = NodeWords::bytes(any.rails);
+    const uint64_t signal_bytes = any.signals() * sizeof(uint64_t);
+    const uint64_t words =
+        layout.take(node_bytes + signal_bytes + any.counters() * sizeof(uint64_t));
     for (int rank = 0; rank < l.ranks(); ++rank) {
-      const Channel channel = channel_of(l.mesh_of(rank), operation, rings);
+      const Channel channel = channel_of(l.mesh_of(rank), operation, any.ring_base);
       l.lanes[i].push_back({channel,
-                            {NodeWords::place(words, channel.rails), signals, counters},
+                            {NodeWords::place(words, channel.rails), words + node_bytes,
+                             words + node_bytes + signal_bytes},
                             DeviceMemory(channel.cursors() * sizeof(Cursor)),
                             DeviceMemory(sizeof(Report) + sizeof(uint64_t))});
     }
   }
-  l.stride = end;
+  l.stride = layout.bytes();
   l.windows = DeviceMemory(l.stride * l.ranks());
 }
 
@@ -126,7 +124,7 @@ std::vector<LoopbackCall> make_calls(dmuon_loopback& l, const dmuon_loopback_cal
       all[rank * count + i] = {
           {plan, lane.channel, calls[i].buffer, calls[i].home, table.frozen[0].dtype,
            l.calls[operation], l.groups[operation]},
-          first_node(l.mesh_of(rank), table.operation),
+          span_of(l.mesh_of(rank), table.operation).first,
           lane.words,
           lane.cursors.as<Cursor>(),
           guard,

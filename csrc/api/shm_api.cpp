@@ -1,36 +1,23 @@
 // The C functions of dmuon.h over the shm fabric.
 #include <sched.h>
 
-#include <atomic>
 #include <memory>
 #include <string>
 
 #include "../core/allgatherv.h"
 #include "../core/reducescatterv.h"
-#include "../fabric/shm.h"
-#include "../fabric/shm_pool.h"
 #include "../fabric/shm_run.h"
-#include "common.h"
 #include "dmuon.h"
+#include "shm_communicator.h"
 
 namespace dmuon {
 namespace {
 
-constexpr uint64_t kPageBytes = 4096;
 // Fewer than elsewhere: a copy has no latency to hide, and a small ring stays in a cache.
 constexpr int kShmSlots = 2;
-// All ranks' buffers of this size are more than a processor's caches hold.
-constexpr uint64_t kStreamBytes = 4 << 20;
-
-// One operation's channel and the numbers that order its calls.
-struct Lane {
-  ShmChannel shm;
-  uint64_t calls = 0;
-  uint64_t groups = 0;
-  std::atomic<bool> busy{false};
-  dmuon_stuck_report report{0, -1, -1, -1, 0, 0};
-  std::string text;  // of the failure; empty: none
-};
+// What the last cache of a processor holds, roughly: if all ranks' buffers together have more bytes,
+// what is written would be gone from it before it is read.
+constexpr uint64_t kCacheBytes = 32 << 20;
 
 // More ranks than processors: who looks again and again only keeps the others from working.
 int spins_for(int ranks) {
@@ -41,14 +28,6 @@ int spins_for(int ranks) {
 
 }  // namespace
 }  // namespace dmuon
-
-struct dmuon_communicator {
-  dmuon_mesh mesh;
-  int spins;
-  std::unique_ptr<dmuon::ShmPool> pool;
-  dmuon::Lane lanes[dmuon::kOperations];
-  std::atomic<int> groups{0};
-};
 
 struct dmuon_group {
   dmuon_communicator* communicator;
@@ -81,13 +60,11 @@ std::vector<int> peers_of(const dmuon_mesh& mesh) {
 
 void open(const std::string& job, dmuon_communicator& c) {
   const dmuon_mesh& mesh = c.mesh;
-  // Window: user region, then each channel's rings.
-  uint64_t window_bytes = round_up(mesh.user_bytes, kPageBytes);
+  WindowLayout layout(mesh);
   uint64_t words_bytes = 0;
-  for (int i = 0; i < kOperations; ++i) {
-    const Channel channel = channel_of(mesh, static_cast<Operation>(i), window_bytes);
+  for (int i = 0; i < kChannels; ++i) {
+    const Channel channel = layout.channel(static_cast<Operation>(i));
     c.lanes[i].shm.channel = channel;
-    window_bytes = round_up(window_bytes + channel.ring_bytes(), kPageBytes);
     words_bytes += ShmWords::bytes(channel);
   }
   words_bytes = round_up(words_bytes, kPageBytes);
@@ -97,13 +74,14 @@ void open(const std::string& job, dmuon_communicator& c) {
                 "bytes, %d slots",
                 mesh.nodes, mesh.rails, mesh.gather_nodes,
                 static_cast<unsigned long long>(mesh.user_bytes), mesh.chunk_bytes, mesh.slots);
-  c.pool = std::make_unique<ShmPool>(job, mesh.rank, peers_of(mesh), words_bytes + window_bytes,
+  c.pool = std::make_unique<ShmPool>(job, mesh.rank, peers_of(mesh), words_bytes + layout.bytes(),
                                      settings, mesh.timeout_seconds);
   uint64_t words = 0;
   for (Lane& lane : c.lanes) {
     const Channel& channel = lane.shm.channel;
+    const Span span = span_of(mesh, channel.operation);
     const auto view = [&](int node, int rail) {
-      const int rank = (first_node(mesh, channel.operation) + node) * mesh.rails + rail;
+      const int rank = (span.first + node * span.stride) * mesh.rails + rail;
       std::byte* memory = c.pool->memory(rank);
       return ShmRank{memory + words_bytes, reinterpret_cast<ShmWords*>(memory + words)};
     };
@@ -113,6 +91,7 @@ void open(const std::string& job, dmuon_communicator& c) {
     lane.shm.counters.resize(channel.counters());
     words += ShmWords::bytes(channel);
   }
+  c.streams.resize(c.lanes[static_cast<int>(Operation::publish)].shm.channel.nodes);
 }
 
 template <class Operator>
@@ -123,7 +102,8 @@ int run(const GroupTable& table, const dmuon_communicator& c, Lane& lane, uint64
   lane.groups += plan.groups;
   const Call call{plan,        lane.shm.channel, buffer,     home,
                   table.dtype, lane.calls,       lane.groups};
-  const bool streaming = table.buffer_bytes >= kStreamBytes;
+  const uint64_t ranks = static_cast<uint64_t>(c.mesh.nodes) * c.mesh.rails;
+  const bool streaming = table.buffer_bytes * ranks > kCacheBytes;
   ShmRun<Operator> runner(lane.shm, call, 0, plan.groups, streaming);
   const ShmEnd end = runner.run(c.mesh.timeout_seconds, c.spins);
   if (end.ended) return DMUON_OK;
@@ -136,15 +116,7 @@ int run(const GroupTable& table, const dmuon_communicator& c, Lane& lane, uint64
 int call(const GroupTable& table, dmuon_communicator& c, uint64_t buffer, uint64_t home) {
   check_places(table, c.mesh, buffer, home);
   Lane& lane = c.lanes[static_cast<int>(table.operation)];
-  if (lane.busy.exchange(true)) {
-    refuse(std::string(name_of(table.operation)) + " of " + table.label +
-           ": called while another call of this operation runs; calls of one operation have one "
-           "order");
-  }
-  struct Free {
-    std::atomic<bool>& busy;
-    ~Free() { busy = false; }
-  } free{lane.busy};
+  const LaneUse use(lane, std::string(name_of(table.operation)) + " of " + table.label);
   if (!lane.text.empty()) return fail(DMUON_BROKEN, "after a failed call: " + lane.text);
   return table.operation == Operation::all_gather_v
              ? run<AllGatherV>(table, c, lane, buffer, home)
@@ -207,7 +179,7 @@ int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream)
 int dmuon_stuck(const dmuon_communicator* communicator, int32_t operation,
                 dmuon_stuck_report* report) {
   return dmuon::guarded([&] {
-    dmuon::check_operation(operation);
+    dmuon::check_channel(operation);
     const dmuon::Lane& lane = communicator->lanes[operation];
     *report = lane.report;
     if (lane.text.empty()) return static_cast<int>(DMUON_OK);

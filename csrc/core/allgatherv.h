@@ -31,6 +31,8 @@ struct AllGatherV {
     }
     // Downstream nodes wait for the put, nobody outside this node for the multicast.
     if (forward(fabric, call, pipeline, route, cursor.ready, cursor)) return true;
+    // Invariant: a rank is written by others only after it has entered; it leaves after this group
+    // has finished.
     if (cursor.done < cursor.ready && entered.all(fabric)) {
       multicast(fabric, call, pipeline, cursor);
       ++cursor.done;
@@ -46,6 +48,7 @@ struct AllGatherV {
   template <class Fabric, class Entered>
   DMUON_HD static bool step_inside(Fabric& fabric, const Call& call, const Pipeline& pipeline,
                                    Entered& entered, Cursor& cursor) {
+    // Invariant: as in step(); and the owners among them have written what is read.
     if (cursor.done == cursor.end || !entered.all(fabric)) return false;
     const PlanView& plan = call.plan;
     const uint32_t chunk = chunk_of(pipeline, cursor, cursor.done);
@@ -85,6 +88,7 @@ struct AllGatherV {
     if (cursor.ready >= cursor.done + channel.slots) return false;
     if (!slot_is_free(fabric, channel, route, cursor.ready)) return false;
     const uint32_t chunk = chunk_of(pipeline, cursor, cursor.ready);
+    // Invariant: an owner's memory is read only after it has entered; it may write there before.
     for (uint32_t i = plan.chunk_pieces[chunk]; i < plan.chunk_pieces[chunk + 1]; ++i) {
       if (!entered.one(fabric, plan.pieces[i].owner_rail)) return false;
     }

@@ -3,8 +3,9 @@
 // A pipeline is one ring: a ring of slots at each node, filled by the upstream node's puts (at the
 // start of its chain: by the rank itself). Chain rings come first, one per queue and lane; then the
 // star path's. Every ring has one writer, so both ends use slots in the same sequence and never
-// negotiate a position. All numbers are monotonic over calls and never reset: a call neither waits
-// for the last acknowledgement nor drains a ring at its end.
+// negotiate a position. A publish has one pipeline per source, and no memory for slots: its tiles go
+// from copy to copy, and a slot is only an arrival word. All numbers are monotonic over calls and
+// never reset: a call neither waits for the last acknowledgement nor drains a ring at its end.
 #pragma once
 
 #include "types.h"
@@ -23,7 +24,9 @@ struct Channel {
   uint64_t ring_base;  // in the window, the same on every rank
 
   DMUON_HD int chain_rings() const { return nodes > 1 ? nodes * lanes : 0; }
-  DMUON_HD bool has_star() const { return nodes > 1 && nodes <= kStarNodes; }
+  DMUON_HD bool has_star() const {
+    return nodes > 1 && nodes <= kStarNodes && operation != Operation::publish;
+  }
   // Gather: one ring per source. Reduce: per owner a ring to send from, then per other node one
   // that receives: a node both sends to an owner and, as an owner, receives from it.
   DMUON_HD int star_rings() const {
@@ -32,6 +35,7 @@ struct Channel {
   }
   DMUON_HD int rings() const { return chain_rings() + star_rings(); }
   DMUON_HD uint64_t ring_bytes() const {
+    if (operation == Operation::publish) return 0;
     return static_cast<uint64_t>(rings()) * slots * chunk_bytes;
   }
 
@@ -73,11 +77,15 @@ struct Channel {
     return rings() * slots + chain_rings() + (has_star() ? nodes : 0);
   }
 
-  // Counters are local: puts whose source slot was read completely.
+  // Counters are local: puts whose source was read completely. One per slot; of a publish, which
+  // asks only whether all puts of a ring have ended, one per ring.
   DMUON_HD int put_counter(int ring, uint64_t sequence) const {
+    if (operation == Operation::publish) return ring;
     return ring * slots + static_cast<int>(sequence % slots);
   }
-  DMUON_HD int counters() const { return rings() * slots; }
+  DMUON_HD int counters() const {
+    return operation == Operation::publish ? rings() : rings() * slots;
+  }
 
   // The chain ring that a signal, or a counter, serves; -1: the star path. For fabrics that keep
   // what belongs to one ring together: a put's signal and its counter have the same answer.
@@ -87,7 +95,7 @@ struct Channel {
     return ring < chain_rings() ? ring : -1;
   }
   DMUON_HD int chain_ring_of_counter(int counter) const {
-    const int ring = counter / slots;
+    const int ring = operation == Operation::publish ? counter : counter / slots;
     return ring < chain_rings() ? ring : -1;
   }
 };

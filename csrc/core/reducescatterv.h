@@ -27,25 +27,30 @@ struct ReduceScatterV {
     if (forward(fabric, call, pipeline, route, cursor.done, cursor)) return true;
     if (give_back(fabric, channel, route, cursor)) return true;
     // Invariant: the sum reads all ranks of the node, and the last hop writes one of them: each has
-    // entered. A slot is written only when it is free, or after what upstream put there has arrived.
+    // entered, and leaves after this group has finished.
     if (cursor.done == cursor.end || !entered.all(fabric)) return false;
     const bool from_star = route.last && route.star;
+    // Invariant: the star's sum reads what all other nodes have put, each into its own inbox.
     if (from_star ? !all_arrived(fabric, channel, cursor.done)
                   : !slot_is_ready(fabric, channel, route, cursor.done)) {
       return false;
     }
     add(fabric, call, pipeline, route, cursor);
-    // The star's inboxes are read; a chain's slot is given back by a later step, after its put.
+    // Invariant: the inboxes are read, and chunks are added in order, so all earlier slots are free
+    // too. A chain's slot is given back by a later step, after its put.
     if (from_star) give_back_all(fabric, channel, route);
     ++cursor.done;
     return true;
   }
 
  private:
+  // Invariant: the sum is written into the slot. Where upstream fills it, that is once its chunk is
+  // there, which nothing overwrites before give_back(); elsewhere, once it is free.
   template <class Fabric>
   DMUON_HD static bool slot_is_ready(Fabric& fabric, const Channel& channel, const Route& route,
                                      uint64_t sequence) {
     if (route.upstream >= 0) return has_arrived(fabric, channel, route.ring, sequence);
+    // A single node has no slots: its sum goes to the owner.
     return channel.nodes == 1 || slot_is_free(fabric, channel, route, sequence);
   }
 

@@ -17,7 +17,16 @@ struct Cursor {
 };
 
 // What a pipeline that makes no progress waits for, for the error of a bounded wait.
-enum class Wait : int32_t { none = 0, entry = 1, arrival = 2, acknowledgement = 3, put = 4, exit = 5 };
+enum class Wait : int32_t {
+  none = 0,
+  entry = 1,
+  arrival = 2,
+  acknowledgement = 3,
+  put = 4,
+  exit = 5,
+  release = 6,  // publish: a task of this rank is not released
+  flag = 7,     // publish: whoever reads the copies waits for a task
+};
 
 struct Route {
   int32_t queue;

@@ -14,6 +14,20 @@ template <class... Args>
   throw TableError(text);
 }
 
+// The text begins with the entry's name.
+template <class... Args>
+[[noreturn]] void fail_at(const char* noun, size_t i, const char* format, Args... args) {
+  char text[256];
+  const int begin = std::snprintf(text, sizeof text, "%s %zu: ", noun, i);
+  std::snprintf(text + begin, sizeof text - begin, format, args...);
+  throw TableError(text, i);
+}
+
+// What a table calls its entries.
+const char* noun_of(const Channel& channel) {
+  return channel.operation == Operation::publish ? "task" : "segment";
+}
+
 struct Range {
   uint64_t begin, end;
 };
@@ -26,49 +40,51 @@ Range slice(uint64_t bytes, int rails, int rail) {
   return {begin, std::min(padded, begin + share)};
 }
 
-void check_place(size_t i, const char* name, uint64_t begin, uint64_t bytes, uint64_t limit) {
+void check_place(const char* noun, size_t i, const char* name, uint64_t begin, uint64_t bytes,
+                 uint64_t limit) {
   if (begin % kAlignment != 0) {
-    fail("segment %zu: %s %" PRIu64 " is not a multiple of %" PRIu64 " bytes", i, name, begin,
-         kAlignment);
+    fail_at(noun, i, "%s %" PRIu64 " is not a multiple of %" PRIu64 " bytes", name, begin,
+            kAlignment);
   }
   // Compared without a sum, which could wrap around.
   const uint64_t padded = bytes > UINT64_MAX - kAlignment ? UINT64_MAX : round_up(bytes, kAlignment);
   if (begin > limit || padded > limit - begin) {
-    fail("segment %zu: %s %" PRIu64 " and %" PRIu64 " bytes end behind the %" PRIu64
-         " bytes of the buffer",
-         i, name, begin, padded, limit);
+    fail_at(noun, i,
+            "%s %" PRIu64 " and %" PRIu64 " bytes end behind the %" PRIu64 " bytes of the buffer",
+            name, begin, padded, limit);
   }
 }
 
 void check_segments(const Channel& channel, const std::vector<Segment>& segments,
                     uint64_t buffer_bytes, uint64_t home_bytes, uint32_t element_bytes) {
+  const char* const noun = noun_of(channel);
   if (segments.size() > kMaxSegments) {
-    fail("segment %" PRIu64 ": a group holds at most %" PRIu64 " segments, got %zu", kMaxSegments,
-         kMaxSegments, segments.size());
+    fail_at(noun, kMaxSegments, "a group holds at most %" PRIu64 " %ss, got %zu", kMaxSegments, noun,
+            segments.size());
   }
   for (size_t i = 0; i < segments.size(); ++i) {
     const Segment& s = segments[i];
     if (s.node < 0 || s.node >= channel.nodes) {
-      fail("segment %zu: owner node %d, expected 0 to %d", i, s.node, channel.nodes - 1);
+      fail_at(noun, i, "owner node %d, expected 0 to %d", s.node, channel.nodes - 1);
     }
     if (s.rail < 0 || s.rail >= channel.rails) {
-      fail("segment %zu: owner rail %d, expected 0 to %d", i, s.rail, channel.rails - 1);
+      fail_at(noun, i, "owner rail %d, expected 0 to %d", s.rail, channel.rails - 1);
     }
     if (s.bytes % element_bytes != 0) {
-      fail("segment %zu: %" PRIu64 " bytes are no whole elements of %u bytes", i, s.bytes,
-           element_bytes);
+      fail_at(noun, i, "%" PRIu64 " bytes are no whole elements of %u bytes", s.bytes,
+              element_bytes);
     }
-    check_place(i, "offset", s.offset, s.bytes, buffer_bytes);
+    check_place(noun, i, "offset", s.offset, s.bytes, buffer_bytes);
     if (channel.operation == Operation::reduce_scatter_v) {
-      check_place(i, "home", s.home, s.bytes, home_bytes);
+      check_place(noun, i, "home", s.home, s.bytes, home_bytes);
     }
   }
 }
 
 // `place`: where a segment lies; two segments with the same `owner` must not meet there.
 template <class Place, class Owner>
-void check_overlaps(const std::vector<Segment>& segments, const char* name, Place place,
-                    Owner owner) {
+void check_overlaps(const char* noun, const std::vector<Segment>& segments, const char* name,
+                    Place place, Owner owner) {
   std::vector<size_t> order;
   for (size_t i = 0; i < segments.size(); ++i) {
     if (segments[i].bytes > 0) order.push_back(i);
@@ -82,9 +98,9 @@ void check_overlaps(const std::vector<Segment>& segments, const char* name, Plac
     const Segment& s = segments[order[j]];
     const uint64_t end = place(before) + round_up(before.bytes, kAlignment);
     if (owner(before) == owner(s) && place(s) < end) {
-      fail("segment %zu: %s %" PRIu64 " lies inside segment %zu, which ends at %" PRIu64
-           " with its padding",
-           order[j], name, place(s), order[j - 1], end);
+      fail_at(noun, order[j],
+              "%s %" PRIu64 " lies inside %s %zu, which ends at %" PRIu64 " with its padding", name,
+              place(s), noun, order[j - 1], end);
     }
   }
 }
@@ -112,20 +128,27 @@ Channel make_channel(Operation operation, int nodes, int rails, int node, int ra
          kAlignment, kMaxChunkBytes);
   }
   if (slots < 1) fail("%d slots per ring, expected 1 or more", slots);
-  // With few nodes several pipelines share a queue, so that all blocks find work.
-  const int lanes = std::max(1, kMaxBlocks / nodes);
+  // With few nodes several pipelines share a queue, so that all blocks find work. A publish has one
+  // block.
+  const int lanes = operation == Operation::publish ? 1 : std::max(1, kMaxBlocks / nodes);
   return {operation, nodes, rails, node, rail, lanes, slots, chunk_bytes, ring_base};
+}
+
+void check_table(const Channel& channel, const std::vector<Segment>& segments,
+                 uint64_t buffer_bytes, uint64_t home_bytes, uint32_t element_bytes) {
+  check_segments(channel, segments, buffer_bytes, home_bytes, element_bytes);
+  const char* const noun = noun_of(channel);
+  check_overlaps(noun, segments, "offset", [](const Segment& s) { return s.offset; },
+                 [](const Segment&) { return 0; });
+  if (channel.operation == Operation::reduce_scatter_v) {
+    check_overlaps(noun, segments, "home", [](const Segment& s) { return s.home; },
+                   [&](const Segment& s) { return s.node * channel.rails + s.rail; });
+  }
 }
 
 Plan::Plan(const Channel& channel, const std::vector<Segment>& segments, uint64_t buffer_bytes,
            uint64_t home_bytes, uint32_t element_bytes) {
-  check_segments(channel, segments, buffer_bytes, home_bytes, element_bytes);
-  check_overlaps(segments, "offset", [](const Segment& s) { return s.offset; },
-                 [](const Segment&) { return 0; });
-  if (channel.operation == Operation::reduce_scatter_v) {
-    check_overlaps(segments, "home", [](const Segment& s) { return s.home; },
-                   [&](const Segment& s) { return s.node * channel.rails + s.rail; });
-  }
+  check_table(channel, segments, buffer_bytes, home_bytes, element_bytes);
 
   // Decisions that all ranks must make alike look at all rails, not at the own one.
   uint64_t longest = 0;

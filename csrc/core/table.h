@@ -19,15 +19,24 @@ struct Segment {
   int32_t rail;     // of the owner
 };
 
-// Bad segments; the message names the segment, what is wrong and what is accepted.
+// Bad segments; the message names the segment (of a publish: the task), what is wrong and what is
+// accepted.
 class TableError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
+  TableError(const std::string& text, size_t entry)
+      : std::invalid_argument(text), entry(static_cast<int64_t>(entry)) {}
+
+  int64_t entry = -1;  // number of the bad segment; -1: none, or none alone
 };
 
 // A channel's fixed sizes for a mesh. Raises TableError for a mesh beyond the limits.
 Channel make_channel(Operation operation, int nodes, int rails, int node, int rail,
                      uint32_t chunk_bytes, int slots, uint64_t ring_base);
+
+// What every table must keep: owners in the mesh, aligned places inside the buffers, no overlaps.
+void check_table(const Channel& channel, const std::vector<Segment>& segments,
+                 uint64_t buffer_bytes, uint64_t home_bytes, uint32_t element_bytes);
 
 // The plan of one rail, with its storage.
 class Plan {

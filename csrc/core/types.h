@@ -25,6 +25,9 @@ constexpr uint64_t kSliceBytes = 128;
 constexpr uint32_t kChunkBytes = 64 * 1024;
 // Slots of a ring: one filled, one on its way, and time for the acknowledgement of the others.
 constexpr int kSlots = 4;
+// Tiles of one source that a publish has on their way to the next node: more than a link carries
+// while an acknowledgement comes back.
+constexpr int kPublishTiles = 32;
 constexpr int kMaxBlocks = 16;
 constexpr int kStarNodes = 16;
 // Limits that are checked when a table is built.
@@ -36,7 +39,7 @@ constexpr uint32_t kMaxChunkBytes = 1u << 30;
 constexpr uint64_t kMaxChunks = 1u << 30;
 
 enum class Dtype : int32_t { bfloat16 = 0, float32 = 1 };
-enum class Operation : int32_t { all_gather_v = 0, reduce_scatter_v = 1 };
+enum class Operation : int32_t { all_gather_v = 0, reduce_scatter_v = 1, publish = 2 };
 
 DMUON_HD constexpr uint64_t round_up(uint64_t value, uint64_t unit) {
   return (value + unit - 1) / unit * unit;

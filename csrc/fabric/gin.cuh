@@ -45,7 +45,7 @@ struct GinCalls {
     // its source; neither says anything about other puts. Enough, since every slot has an arrival
     // word and a counter of its own.
     ncclGin(communicator, context)
-        .put(ncclTeamRail(communicator), channel.first_node + node, channel.window, to,
+        .put(ncclTeamRail(communicator), channel.rank(node), channel.window, to,
              channel.window, from, bytes, ncclGin_WeakSignalInc{channel.signals + signal},
              ncclGin_WeakCounterInc{channel.counters + counter});
   }
@@ -53,7 +53,7 @@ struct GinCalls {
                                              const GinChannel& channel, int context, int node,
                                              int signal) {
     ncclGin(communicator, context)
-        .signal(ncclTeamRail(communicator), channel.first_node + node,
+        .signal(ncclTeamRail(communicator), channel.rank(node),
                 ncclGin_WeakSignalInc{channel.signals + signal});
   }
   __device__ __noinline__ static uint64_t read_signal(const ncclDevComm& communicator,
@@ -122,7 +122,8 @@ class GinFabric : public NodeFabric<GinMemory> {
  private:
   // NCCL spreads puts over contexts (queue pairs, and NICs where a GPU has several); signals and
   // counters are a context's own. Invariant: the sender picks by the put's counter, the receiver by
-  // its signal, and both get the same one.
+  // its signal, and both get the same one: they have the same numbers of contexts and connections,
+  // which open_window() of comm/gin.py compares.
   DMUON_DEVICE int context(int chain_ring) const {
     const int contexts = static_cast<int>(communicator_.ginContextCount);
     return chain_ring < 0 ? 0 : chain_ring % contexts;
@@ -131,6 +132,24 @@ class GinFabric : public NodeFabric<GinMemory> {
   const ncclDevComm& communicator_;
   const GinChannel& gin_;
   const Channel& channel_;
+};
+
+// What a publish adds; its control words lie in this GPU's memory and no other rank sees them.
+class GinPublishFabric : public GinFabric {
+ public:
+  DMUON_DEVICE GinPublishFabric(const ncclDevComm& communicator, const GinChannel& gin,
+                                const Channel& channel, const PublishControl& control)
+      : GinFabric(communicator, gin, channel), control_(control) {}
+
+  DMUON_DEVICE uint64_t released() { return poll(reinterpret_cast<char*>(control_.released)); }
+
+  DMUON_DEVICE void flag(uint32_t number, uint64_t step) {
+    // Invariant: thread 0 acquired every arrival of the task itself, so its release covers them.
+    if (thread() == 0) store_release(control_.flags + number, step);
+  }
+
+ private:
+  const PublishControl& control_;
 };
 
 }  // namespace dmuon

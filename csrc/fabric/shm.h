@@ -150,7 +150,10 @@ class ShmFabric {
 
   uint64_t read_signal(int signal) const { return own_.words->signal(signal); }
   uint64_t read_counter(int counter) const { return c_.counters[counter]; }
-  void keep(Cursor* place, const Cursor& value) { *place = value; }
+  template <class T>
+  void keep(T* place, const T& value) {
+    *place = value;
+  }
 
   // Wake whom this group's writes since the last ring() may concern. Not at every write: with fewer
   // processors than ranks each waking costs a switch. Called before sleeping and at the end.
@@ -168,6 +171,8 @@ class ShmFabric {
     }
   }
   ShmBell& bell() { return own_.words->bell; }
+  // Whether what is waited for cannot come any more.
+  bool hopeless() const { return false; }
 
  private:
   bool all_entered(uint64_t number) const {

@@ -51,6 +51,19 @@ std::string name_of(const std::string& job, int rank) {
   throw ShmError(what + " " + kFolder + name + ": " + std::strerror(errno));
 }
 
+// Raises unless a segment belongs to this user and to nobody else, as create() makes it.
+void check_private(const struct stat& status, const std::string& name) {
+  constexpr mode_t kPermissions = 07777, kPrivate = 0600;
+  if (status.st_uid == geteuid() && (status.st_mode & kPermissions) == kPrivate) return;
+  char text[128];
+  std::snprintf(text, sizeof text,
+                ": belongs to user %u with mode %04o, expected user %u with %04o",
+                static_cast<unsigned>(status.st_uid), status.st_mode & kPermissions,
+                static_cast<unsigned>(geteuid()), kPrivate);
+  throw ShmError(std::string(kFolder) + name + text +
+                 "; it is not mapped, because others could read and write it");
+}
+
 class File {
  public:
   explicit File(int file) : file_(file) {}
@@ -179,6 +192,8 @@ void ShmPool::attach(const std::string& job, int peer, double deadline) {
     if (file.get() < 0 && errno != ENOENT) fail("cannot open", name);
     struct stat status;
     if (file.get() >= 0 && fstat(file.get(), &status) != 0) fail("cannot look at", name);
+    // Before anything in it is believed: anybody may have put a file here under the peer's name.
+    if (file.get() >= 0) check_private(status, name);
     // Room for the header means that the size is set; the rest must then be right.
     if (file.get() < 0 || status.st_size < static_cast<off_t>(kHeaderBytes)) {
       if (now() > deadline) late("create its own");

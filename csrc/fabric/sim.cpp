@@ -8,11 +8,15 @@
 #include "fabric/sim_clock.h"
 #include "fabric/sim_group.h"
 #include "fabric/sim_memory.h"
+#include "fabric/sim_wire.h"
 
 namespace dmuon::sim {
 namespace {
 
 class World;
+
+enum class Kind : uint8_t { step, add, leave, capture, move };
+using Event = EventOf<Kind>;
 
 // The operations of one thread group. Words are read as they are when its step begins: a change
 // during a step is seen in the next. Ports are reserved in the order in which steps begin.
@@ -248,28 +252,20 @@ void GroupFabric::put(int node, uint64_t to, uint64_t from, uint64_t n, int sign
   world->release(*this, Dropped::put);
   world->spend(*this, costs.put_us);
   const int32_t there = node * world->rails_ + rank % world->rails_;
-  const Time gap = picoseconds(costs.message_us);
-  const Time wire = picoseconds(costs.wire_us);
-  const Time sent = world->ranks_[rank].nic_out.pass(clock, n, costs.nic_gbs, gap);
-  const Time first = sent - picoseconds(n * 1e-3 / costs.nic_gbs) + wire;
-  const Time received = world->ranks_[there].nic_in.pass(first, n, costs.nic_gbs);
-  const Time read = sent + world->delay();
-  const Time landed =
-      std::max({received, first + picoseconds(n * 1e-3 / costs.message_gbs), read}) +
-      world->delay();
+  const PutTimes times =
+      pass_put(costs, world->ranks_[rank].nic_out, world->ranks_[there].nic_in, clock, n,
+               [&] { return world->delay(); });
   if (world->memory_) {
     Memory::Move move;
     move.number = number;
     move.reads.push_back({rank, from, from + n});
     move.write = {there, to, to + n};
     const uint32_t index = world->memory_->start(std::move(move), false);
-    world->push(read, Kind::capture, rank, index);
-    world->push(landed, Kind::move, rank, index);
+    world->push(times.read, Kind::capture, rank, index);
+    world->push(times.landed, Kind::move, rank, index);
   }
-  world->add_later(landed + picoseconds(costs.arrive_us) + world->delay(), there, signal);
-  // The source is known to be read when the receiver's NIC has said so.
-  world->add_later(std::max(read, received) + wire + world->delay(), rank,
-                   world->counter_word(counter));
+  world->add_later(times.signalled, there, signal);
+  world->add_later(times.counted, rank, world->counter_word(counter));
 }
 
 void GroupFabric::signal(int node, int signal) {
@@ -277,10 +273,9 @@ void GroupFabric::signal(int node, int signal) {
   world->release(*this, Dropped::signal);
   world->spend(*this, costs.signal_us);
   const int32_t there = node * world->rails_ + rank % world->rails_;
-  const Time sent =
-      world->ranks_[rank].nic_out.pass(clock, 0, costs.nic_gbs, picoseconds(costs.message_us));
-  world->add_later(sent + picoseconds(costs.wire_us + costs.arrive_us) + world->delay(), there,
-                   signal);
+  world->add_later(pass_signal(costs, world->ranks_[rank].nic_out, clock,
+                               [&] { return world->delay(); }),
+                   there, signal);
 }
 
 // ---- the loop ----

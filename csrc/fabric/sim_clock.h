@@ -36,16 +36,16 @@ struct Port {
   }
 };
 
-enum class Kind : uint8_t { step, add, leave, capture, move };
-
-struct Event {
+// A world's events; what they mean is its own.
+template <class Kind>
+struct EventOf {
   Time time;
   uint64_t order;  // of its creation, so that equal times have one order
   Kind kind;
   int32_t rank;
   uint32_t what;  // group, word or move
 
-  bool operator>(const Event& other) const {
+  bool operator>(const EventOf& other) const {
     return time != other.time ? time > other.time : order > other.order;
   }
 };

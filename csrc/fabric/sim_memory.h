@@ -34,6 +34,7 @@ class Memory {
     Range write{};
     bool sum = false;
     bool captured = false;  // a put that has read its source
+    int32_t owner = -1;     // of a read that is only checked: whose bytes it must find
     std::vector<uint8_t> bytes;  // of a put, between reading and landing; or what is stored
   };
 
@@ -56,6 +57,16 @@ class Memory {
   void enter(int32_t rank, uint64_t number);
   // Checks what the rank got, then overwrites it, as its user may.
   void leave(int32_t rank, const std::vector<Segment>& segments);
+
+  // Publish. A source's user writes a task, which a release of group -2 - rank ends.
+  uint32_t update(int32_t rank, uint64_t number, const Segment& task);
+  // What a rank's copy of a task must be at this moment.
+  void expect(int32_t rank, uint64_t number, const Segment& task) const;
+  // The rank's node reads its copy of a task at some time, until the move is finished.
+  uint32_t gather(int32_t rank, uint64_t number, const Segment& task);
+  // The rank's call has ended: it got every other task once, and nothing else.
+  void end_publish(int32_t rank, uint64_t number, const std::vector<Segment>& tasks);
+
   // All calls are made: nothing is under way.
   void end() const;
 
@@ -71,6 +82,8 @@ class Memory {
   std::vector<uint8_t> expected_sum(uint64_t number, uint64_t offset, uint64_t bytes) const;
   std::vector<uint8_t> value_of(const Move& move) const;
   void store(const Move& move, uint32_t index);
+  void check_bytes(int32_t rank, uint64_t number, int32_t owner, uint64_t begin,
+                   const std::vector<uint8_t>& bytes, const char* what) const;
   void check_inside(const Range& range, uint64_t number, const char* what) const;
   void close(uint32_t move);
   int32_t owner(const Segment& s) const { return s.node * rails_ + s.rail; }

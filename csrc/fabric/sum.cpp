@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "../core/bfloat16.h"
+
 namespace dmuon {
 namespace {
 
@@ -40,8 +42,8 @@ struct Bfloat16 {
     std::memcpy(&words, &value, sizeof words);
     // Invariant: a NaN stays one. It is an input's or the processor's own, whose lower halves are 0,
     // so rounding carries nothing into its upper half.
-    const Words nearest = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    const Halves halves = __builtin_convertvector(nearest, Halves);
+    round_to_bfloat16(words);
+    const Halves halves = __builtin_convertvector(words, Halves);
     std::memcpy(to, &halves, sizeof halves);
   }
 };

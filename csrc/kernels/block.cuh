@@ -4,7 +4,7 @@
 // these functions is tested, and checked by ThreadSanitizer, without a GPU.
 #pragma once
 
-#include "../core/types.h"
+#include "../core/bfloat16.h"
 
 #if !defined(__CUDACC__)
 #include <pthread.h>
@@ -160,9 +160,10 @@ inline uint32_t as_bits(float value) {
 }
 
 inline uint32_t round_one(float value) {
-  const uint32_t bits = as_bits(value);
+  uint32_t bits = as_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;  // not a number, as the GPU rounds it
-  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  round_to_bfloat16(bits);
+  return bits;
 }
 inline uint32_t round_pair(float low, float high) {
   return round_one(low) | round_one(high) << 16;

@@ -28,6 +28,12 @@ struct Report {
   uint64_t number;
 };
 
+// Words of one publish on one rank, in device memory.
+struct PublishControl {
+  uint64_t* released;  // own tasks that are final, over all steps
+  uint64_t* flags;     // by task: the step that is in this rank's copy
+};
+
 // The limit of all waits of a channel on one rank.
 struct Guard {
   uint64_t limit;   // nanoseconds without progress

@@ -126,7 +126,8 @@ class NodeFabric {
   DMUON_DEVICE uint64_t uniform(uint64_t value) { return broadcast_(value); }
 
   // Cursors lie in the block's shared memory and all threads read them.
-  DMUON_DEVICE void keep(Cursor* place, const Cursor& value) {
+  template <class T>
+  DMUON_DEVICE void keep(T* place, const T& value) {
     barrier();  // all have read the old one
     if (thread() == 0) *place = value;
     barrier();

@@ -33,6 +33,30 @@ class Patience {
   uint64_t since_ = 0;
 };
 
+// Steps the group until it has finished, or waits for too long; then it says where, and the channel
+// is broken.
+template <class GroupType, class Fabric>
+DMUON_DEVICE void drive(Fabric& fabric, GroupType& group, int index, uint64_t number,
+                        const Guard& guard) {
+  Patience patience(guard);
+  uint64_t given_up = fabric.uniform(thread() == 0 ? load_acquire(guard.broken) : 0);
+  while (given_up == 0) {
+    const Progress progress = group.step(fabric);
+    if (progress == Progress::finished) break;
+    if (progress == Progress::moved) {
+      patience.moved();
+      continue;
+    }
+    given_up = fabric.uniform(thread() == 0 ? patience.idle() : 0);
+  }
+  if (given_up == 1 && thread() == 0 && claim(guard.broken)) {
+    guard.report->stuck = group.stuck();
+    guard.report->group = index;
+    guard.report->number = number;
+    store_release(&guard.report->written, 1);
+  }
+}
+
 // The kernel's body. `call`: in memory that only this block sees, its plan.pipelines are replaced.
 // cursors: of the channel, kept from call to call. scratch: scratch_bytes(). Returns when the group
 // is finished, or has given up: then the channel is broken and every later call returns at once.
@@ -57,23 +81,7 @@ DMUON_DEVICE void run_group(Fabric& fabric, Call& call, int index, Cursor* curso
   barrier();
 
   Group<Fabric, Operator> group(call, index, near_cursors);
-  Patience patience(guard);
-  uint64_t given_up = fabric.uniform(thread() == 0 ? load_acquire(guard.broken) : 0);
-  while (given_up == 0) {
-    const Progress progress = group.step(fabric);
-    if (progress == Progress::finished) break;
-    if (progress == Progress::moved) {
-      patience.moved();
-      continue;
-    }
-    given_up = fabric.uniform(thread() == 0 ? patience.idle() : 0);
-  }
-  if (given_up == 1 && thread() == 0 && claim(guard.broken)) {
-    guard.report->stuck = group.stuck();
-    guard.report->group = index;
-    guard.report->number = call.number;
-    store_release(&guard.report->written, 1);
-  }
+  drive(fabric, group, index, call.number, guard);
 
   barrier();
   for (int i = index + groups * thread(); i < count; i += groups * threads()) {

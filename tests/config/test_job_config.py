@@ -183,6 +183,10 @@ def test_a_mistake_in_the_file_is_named(write, old: str, new: str, expected: str
         (["--validator.enable"], r"validator.data.dataset .default.*held-out data"),
         (["--parallelism.spmd_backend", "full_dtensor"], r"spmd_backend: .*is not one of"),
         (["--loss.num_chunks", "0"], r"--loss.num_chunks: expected at least 1, got 0"),
+        (
+            ["--profiler.enable_profiling", "--profiler.profile_freq", "3"],
+            r"profile_freq: expected at least 4 \(profiler_warmup \+ profiler_active\), got 3",
+        ),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(write, arguments, expected: str) -> None:

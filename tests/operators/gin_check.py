@@ -30,6 +30,9 @@ TABLES = {
     "one of 8 MiB": [8 << 20],
 }
 
+MOST_RANKS = 13 * 256
+"""bfloat16 holds whole numbers up to 256; see `addend`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -78,7 +81,7 @@ def owned_bytes(segment: Segment, number: int, device: torch.device) -> torch.Te
 
 def addend(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     at = torch.arange(numel, device=device, dtype=torch.int64)
-    # Few enough ones that every sum is exact in bfloat16, whatever the number of ranks.
+    # One rank in 13 adds a one to an element: sums are exact in bfloat16 up to MOST_RANKS.
     return ((at + 5 * rank) % 13 == 0).to(dtype)
 
 
@@ -161,6 +164,8 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.fabric == "gin" else "gloo")
     size = dist.get_world_size()
+    if size > MOST_RANKS:
+        parser.error(f"{size} ranks, expected at most {MOST_RANKS}: bfloat16 sums are not exact")
     nodes = arguments.nodes or size // int(os.environ["LOCAL_WORLD_SIZE"])
     me = open_rank(arguments.fabric, nodes, 64 << 20)
     for name, lengths in TABLES.items():

@@ -112,7 +112,10 @@ def check(
 
 
 def mutated(
-    changes: Sequence[tuple[str, str, str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+    changes: Sequence[tuple[str, str, str]],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sources: Sequence[str] = PROTOCOL_SOURCES,
 ) -> ctypes.CDLL:
     """Return a changed protocol, to be driven by the simulator.
 
@@ -120,12 +123,13 @@ def mutated(
         changes: File of csrc/core, the text to replace, which stands there exactly once, and the
             new text.
         folder: For the changed sources and the library.
+        sources: What is compiled of them.
     """
     root = folder / "csrc"
     shutil.copytree(sources_folder() / "core", root / "core")
     (root / "fabric").mkdir()
-    for name in ("sim_group.h", "sim_group.cpp"):
-        shutil.copy(sources_folder() / "fabric" / name, root / "fabric" / name)
+    for path in (sources_folder() / "fabric").glob("sim_*group.*"):
+        shutil.copy(path, root / "fabric" / path.name)
     for file, old, new in changes:
         path = root / "core" / file
         text = path.read_text()
@@ -136,4 +140,4 @@ def mutated(
     with monkeypatch.context() as context:
         # Not by its dotted name: the package shows the function of the same name.
         context.setattr(sys.modules[build.__module__], "sources_folder", lambda: root)
-        return ctypes.CDLL(str(build("changed", PROTOCOL_SOURCES, flags=("-O0",), folder=folder)))
+        return ctypes.CDLL(str(build("changed", sources, flags=("-O0",), folder=folder)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_dmuon.comm import binding
 from torchtitan_dmuon.native import NativeError, sources_folder
 from torchtitan_dmuon.native import cuda as native_cuda
 from torchtitan_dmuon.native.cuda import (
@@ -67,20 +68,22 @@ def tools() -> tuple[Path, NcclPackage]:
         pytest.skip(str(error))
 
 
-def compile_kernels(architecture: str, folder: Path) -> tuple[str, str]:
-    """PTX of the kernels, and what ptxas says of them."""
+def compile_kernels(
+    architecture: str, folder: Path, source_name: str = "operators"
+) -> tuple[str, str]:
+    """PTX of the kernels of a file, and what ptxas says of them."""
     nvcc, nccl = tools()
     source = sources_folder()
     done = subprocess.run(
         [str(nvcc), "-std=c++17", "-O3", f"-arch={architecture}", "-cubin", "-Xptxas", "-v"]
         + ["-keep", f"-keep-dir={folder}", f"-I{source}", f"-I{nccl.include}"]
-        + [str(source / "kernels/operators.cu"), "-o", str(folder / "kernels.cubin")],
+        + [str(source / f"kernels/{source_name}.cu"), "-o", str(folder / "kernels.cubin")],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return (folder / "operators.ptx").read_text(), done.stderr
+    return (folder / f"{source_name}.ptx").read_text(), done.stderr
 
 
 def kernel_bodies(ptx: str) -> dict[str, str]:
@@ -131,6 +134,36 @@ def test_instructions(architecture: str, tmp_path: Path) -> None:
     assert len(registers) == 2 and max(registers) <= 255
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("sm_80", marks=pytest.mark.long),
+        "sm_90",
+        pytest.param("sm_100", marks=pytest.mark.long),
+    ],
+)
+def test_instructions_of_the_publish(architecture: str, tmp_path: Path) -> None:
+    """Releases and flags are words of system scope, since a NIC reads and writes what they order;
+    the publish moves no byte by itself, so it has neither vector accesses nor multicast."""
+    ptx, report = compile_kernels(architecture, tmp_path, "publish")
+    entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
+    bodies = {
+        name: body
+        for body in entries
+        for name in ("publish_kernel", "release_kernel", "wait_kernel")
+        if name in body.split("(")[0]
+    }
+    assert len(bodies) == len(entries) == 3
+    acquire, release = "ld.acquire.sys.global.u64", "st.release.sys.global.u64"
+    assert bodies["release_kernel"].count(release) == 2
+    assert acquire in bodies["wait_kernel"]
+    assert acquire in bodies["publish_kernel"] and release in bodies["publish_kernel"]
+    assert "multimem" not in ptx and "st.global.v4" not in ptx
+    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
+    assert max(int(x) for x in re.findall(r"Used (\d+) registers", report)) <= 255
+
+
 @pytest.fixture(scope="module")
 def gin_library() -> Path:
     return build_gin("sm_90", tools()[1])
@@ -150,6 +183,16 @@ def test_links_to_nccl_and_to_no_torch(gin_library: Path) -> None:
     assert "libnccl.so.2" in names
     assert not [name for name in names if "torch" in name or "c10" in name]
     assert "RPATH" not in needed(gin_library) and "RUNPATH" not in needed(gin_library)
+
+
+@pytest.mark.slow
+def test_has_every_function_of_the_interface(gin_library: Path) -> None:
+    """What comm/binding.py declares for every fabric is there."""
+    defined = subprocess.run(
+        ["nm", "-D", "--defined-only", str(gin_library)], capture_output=True, text=True, check=True
+    ).stdout
+    assert binding._ARGUMENTS
+    assert set(binding._ARGUMENTS) <= set(re.findall(r"\bdmuon_\w+", defined))
 
 
 ASK = """

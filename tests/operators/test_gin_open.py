@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,62 @@ def test_every_rank_hears_of_a_bad_mesh(case: str, words: str) -> None:
     assert answers[0] == answers[1]
     assert (answers[0] == "") == (words == "")
     assert re.search(words, answers[0])
+
+
+class Nccl:
+    """Stands for the gin library where there is no GPU: opens, or refuses, and tells a network."""
+
+    def __init__(self, network: tuple[int, int] | str) -> None:
+        self._network = network
+
+    def call(self, name: str, *arguments: object) -> None:
+        assert name == "dmuon_gin_unique_id"
+
+    def open(self, mesh: WindowMesh, *arguments: object) -> Nccl:
+        if isinstance(self._network, str):
+            raise OSError(self._network)
+        return self
+
+    def ask(self, name: str, target: Any) -> None:
+        assert name == "dmuon_gin_network_of"
+        target._obj.contexts, target._obj.connections = self._network
+
+
+def opened(networks: list[tuple[int, int] | str]) -> str:
+    """What opening a window says on this rank, to which NCCL gives its entry of `networks`."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    gin._library = lambda architecture: Nccl(networks[dist.get_rank()])  # type: ignore[assignment]
+    gin.architecture = lambda device: "sm_90"
+    assert dist.group.WORLD is not None
+    try:
+        gin.open_window(torch.device("cuda", 0), dist.group.WORLD, mesh(dist.get_rank()))
+    except OSError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "opened"
+
+
+@pytest.mark.usefixtures("rank_server")
+@pytest.mark.parametrize(
+    ("networks", "words"),
+    [
+        ([(4, 2), (4, 2)], "opened"),
+        ([(4, 2), (2, 2)], "rank 0 has 4 contexts on 2 connections, rank 1 has 2 on 2; use one"),
+        ([(4, 2), (4, 1)], "rank 0 has 4 contexts on 2 connections, rank 1 has 4 on 1; use one"),
+        ([(4, 2), "ncclDevCommCreate: no"], "gin: rank 1: ncclDevCommCreate: no"),
+    ],
+    ids=["alike", "contexts", "connections", "one_refused"],
+)
+def test_every_rank_hears_of_unequal_networks(
+    networks: list[tuple[int, int] | str], words: str
+) -> None:
+    """NCCL may give fewer contexts than were asked for. Ranks with different numbers of them would
+    wait for signals that are counted elsewhere: one error at the opening, the same on all ranks;
+    and a rank that could not open is named on all."""
+    answers = run_world(2, opened, networks)
+    assert answers[0] == answers[1]
+    assert words in answers[0]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.operators import accuracy
 from tests.operators import shm_cases as cases
+from tests.operators.accuracy import DTYPES
 from tests.operators.shm_cases import MESHES, TABLES, my_rank
 from tests.worlds import run_world
 from torchtitan_dmuon.comm.operators import Operators, Segment
@@ -21,9 +23,6 @@ from torchtitan_dmuon.comm.operators import Operators, Segment
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 UNTOUCHED = 0xEE
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-SAMPLES = 6000
-"""Elements of each segment whose error is measured."""
 
 
 def _gather_errors(operators: Operators, mesh: tuple[int, int]) -> dict[str, list[str]]:
@@ -83,56 +82,6 @@ def _reduce_errors(
     return errors
 
 
-def _rounding(mesh: tuple[int, int], inputs: list[torch.Tensor], node: int) -> torch.Tensor:
-    """Bound of the error of sums at owners in `node`: half an ulp of what is rounded, per level.
-
-    On the chain each node rounds what it passes on; on the star path each node rounds its own sum
-    and the owner's node the whole. Float32's own roundings come on top.
-    """
-    unit = torch.finfo(inputs[0].dtype).eps / 2
-    exact = [x.double() for x in inputs]
-    sums = [sum(exact[n * mesh[1] : (n + 1) * mesh[1]]) for n in range(mesh[0])]
-    order = [(node + 1 + hop) % mesh[0] for hop in range(mesh[0])]
-    total: Any = torch.zeros_like(exact[0])
-    chain: Any = torch.zeros_like(exact[0])
-    for n in order:
-        total = total + sums[n]
-        chain = chain + total.abs()
-    star = total.abs() + sum(sums[n].abs() for n in order[:-1])
-    single = sum(x.abs() for x in exact) * len(inputs) * torch.finfo(torch.float32).eps
-    return unit * 1.02 * torch.maximum(chain, torch.as_tensor(star)) + single
-
-
-def _ring(inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Reduce as a ring over all ranks does: rounded to the payload's dtype at every hop."""
-    total = inputs[0]
-    for x in inputs[1:]:
-        total = (total.float() + x.float()).to(total.dtype)
-    return total
-
-
-def _accuracy(operators: Operators, mesh: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Reduce normal numbers; return largest error over bound, and relative errors."""
-    ranks = range(mesh[0] * mesh[1])
-    nbytes = SAMPLES * dtype.itemsize
-    segments = cases.table([nbytes] * len(ranks), list(ranks), mesh[1])
-    numel = cases.size_of(segments) // dtype.itemsize
-    buffer = operators.empty(numel, dtype)
-    buffer.copy_(cases.normal(my_rank(), numel, dtype))
-    operators.reduce_scatter_v(segments, dtype, label="accuracy")(buffer, buffer).wait()
-    mine = segments[my_rank()]
-    begin = mine.offset // dtype.itemsize
-    inputs = [cases.normal(r, numel, dtype)[begin : begin + SAMPLES] for r in ranks]
-    exact: Any = sum(x.double() for x in inputs)
-    error = buffer[begin : begin + SAMPLES].double() - exact
-    bound = _rounding(mesh, inputs, mine.node)
-    return {
-        "of_bound": float((error.abs() / bound.clamp(min=1e-30)).max()),
-        "operator": float(error.norm() / exact.norm()),
-        "ring": float((_ring(inputs).double() - exact).norm() / exact.norm()),
-    }
-
-
 def _special(operators: Operators, dtype: torch.dtype, ranks: int) -> list[float]:
     """Reduce infinities, a NaN with only low bits, and the largest number."""
     buffer = operators.empty(16, dtype)
@@ -156,7 +105,7 @@ def _world(job: str, mesh: tuple[int, int]) -> dict[str, Any]:
     for name, dtype in DTYPES.items():
         fresh = cases.open_operators(f"{job}-{name}", mesh)
         result[name] = _reduce_errors(fresh, mesh, dtype)
-        result[f"accuracy {name}"] = _accuracy(fresh, mesh, dtype)
+        result[f"accuracy {name}"] = accuracy.measure(fresh, mesh, dtype)
         result[f"special {name}"] = _special(fresh, dtype, mesh[0] * mesh[1])
         fresh.close()
     operators.close()
@@ -191,17 +140,16 @@ def test_integers_are_reduced_exactly(mesh: tuple[int, int], dtype: str, name: s
 @pytest.mark.parametrize("mesh", MESHES, ids=_name)
 def test_one_rounding_per_node(mesh: tuple[int, int], dtype: str) -> None:
     """The error of every element is within one rounding per level (invariant I4)."""
-    found = [r[f"accuracy {dtype}"] for r in results(mesh)]
-    assert max(x["of_bound"] for x in found) <= 1
+    assert max(r[f"accuracy {dtype}"].of_bound for r in results(mesh)) <= 1
 
 
 @pytest.mark.parametrize("mesh", [m for m in MESHES if m[1] > 1], ids=_name)
 def test_sums_are_more_accurate_than_a_rings(mesh: tuple[int, int]) -> None:
-    """A ring rounds once per rank, the operators once per node."""
-    found = [r["accuracy bfloat16"] for r in results(mesh)]
-    for rank, x in enumerate(found):
-        print(f"{_name(mesh)} rank {rank}: {x['operator']:.2e}, ring {x['ring']:.2e}")
-        assert x["operator"] < x["ring"]
+    """A ring rounds once per rank, the operators once per node; scripts/operator_accuracy.py prints
+    both."""
+    for rank, result in enumerate(results(mesh)):
+        found = result["accuracy bfloat16"]
+        assert found.operator < found.ring, f"rank {rank}: {found}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

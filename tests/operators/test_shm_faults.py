@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -123,10 +124,17 @@ def test_bad_buffers_are_refused(alone: Operators) -> None:
         ({"nodes": 4, "gather_nodes": 3}, "nodes of a gather is 3, expected a divisor"),
         ({"chunk_bytes": 24}, "chunks of 24 bytes, expected a multiple of 16"),
         ({"timeout": timedelta(0)}, "timeout of 0.0"),
+        # C's integers would wrap around to good numbers.
+        ({"nodes": (1 << 32) + 1}, "nodes is 4294967297, expected a number from -2147483648 to"),
+        ({"rank": 1 << 32}, "rank is 4294967296, expected a number from"),
+        ({"window_bytes": (1 << 64) + 16}, "user_bytes is 18446744073709551632, expected"),
+        ({"chunk_bytes": -(1 << 32) + 64}, "chunk_bytes is -4294967232, expected a number from 0"),
+        ({"slots": 1 << 32}, "slots is 4294967296, expected a number from"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_bad_meshes_are_refused(options: dict[str, object], message: str) -> None:
+    """Before any memory is taken, with what was given and what is accepted."""
     with pytest.raises(ValueError, match=re.escape(message)):
         _alone(**options)
 
@@ -176,6 +184,35 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     first, second = run_world(2, _open_with, job, str(tmp_path), [2, 3])
     assert "2 slots" in first and "3 slots" in first and "rank 1 has" in first
     assert "opened" not in (first, second)
+    assert _names(job) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner"),
+    [(0o644, None), (0o660, None), (0o600, 12345)],
+    ids=["readable", "writable", "other_user"],
+)
+def test_memory_of_others_is_not_mapped(mode: int, owner: int | None) -> None:
+    """A file under a peer's name that another user owns, or may open, is refused by name."""
+    if owner is not None and os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    job = job_name()
+    planted = SHM / f"dmuon-{os.getuid()}-{job}-1"
+    with planted.open("wb") as file:
+        try:
+            # As long as a lock is held the file does not count as a dead job's.
+            fcntl.flock(file, fcntl.LOCK_SH)
+            file.truncate(1 << 20)
+            planted.chmod(mode)
+            if owner is not None:
+                os.chown(planted, owner, -1)
+            found = f"user {owner or os.geteuid()} with mode {mode:04o}"
+            wanted = f"{planted}: belongs to {found}, expected user {os.geteuid()} with 0600"
+            limit = timedelta(seconds=LIMIT)
+            with pytest.raises(OSError, match=re.escape(wanted)):
+                Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, timeout=limit)
+        finally:
+            planted.unlink()
     assert _names(job) == []
 
 
@@ -275,6 +312,7 @@ def test_others_end_when_a_rank_is_killed(
             r"\((entry|arrival|acknowledgement|put|exit)\)",
             text,
         ), text
+        assert text.count("of layer.3") == 1, text
     assert any("for rank 1 to" in text or "from rank 1 " in text for text in texts), texts
     assert _names(job) == []
 

@@ -1,4 +1,4 @@
-"""What line C passes holds with gathers and reductions over the operators (line D's transport)."""
+"""What line C passes holds on line D: gathers and reductions in the pool, over the operators."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.runtime.reference import distance
 from tests.worlds import pack, run_world, unpack
 from torchtitan_dmuon.comm.binding import Operation
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
+from torchtitan_dmuon.comm.streams import Event
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.slow]
 
@@ -31,9 +32,9 @@ CALLS: Counter[str] = Counter()
 class Counting(OperatorsCommunicator):
     """Counts the calls that reached the operators."""
 
-    def _move(self, operation: Operation, *args: Any) -> None:
-        super()._move(operation, *args)
+    def _run(self, operation: Operation, *args: Any) -> Event:
         CALLS[operation.name.lower()] += 1
+        return super()._run(operation, *args)
 
 
 def open_operators(
@@ -43,7 +44,7 @@ def open_operators(
     *,
     ranks_per_node: int,
 ) -> OperatorsCommunicator:
-    return Counting(ranks, device, timeout, ranks_per_node=ranks_per_node, window_bytes=1 << 20)
+    return Counting(ranks, device, timeout, ranks_per_node=ranks_per_node)
 
 
 def _case(
@@ -55,7 +56,8 @@ def _case(
         **options.pop("dedicate", {}),
     }
     name = f"{fixture}-{mesh[0]}x{mesh[1]}-node{ranks_per_node}-zero{zero}"
-    return Case(name, fixture, mesh, dedicate=dedicate, **options)
+    # The pool opens in the first step behind the second micro-batch.
+    return Case(name, fixture, mesh, steps=5, dedicate=dedicate, **options)
 
 
 CASES = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import argument, cache, run_world
 from tests.runtime.models import FIXTURES, Fixture
 from tests.runtime.reference import Trace
-from tests.worlds import pack, run_world, unpack
+from tests.worlds import pack, unpack
 from torchtitan_dmuon.runtime.dedicate import Dedication
 from torchtitan_dmuon.runtime.runtime import canonical_name
 
@@ -87,7 +87,8 @@ def dedicate(
     model: nn.Module, mesh: DeviceMesh | None, fixture: Fixture | None = None, **options: Any
 ) -> Dedication:
     """Give owners with a reproducible cost, and shard what is left."""
-    arguments: dict[str, Any] = {"cost": "model", "small_matrix_numel": SMALL, **options}
+    arguments: dict[str, Any] = {"cost": "model", "small_matrix_numel": SMALL}
+    arguments |= {**argument(options.get("mode", "owner")), **options}
     if fixture is not None and fixture.specs:
         arguments.setdefault("matrix_specs", fixture.specs)
     owned = dmuon.dedicate_params(model, mesh, **arguments)

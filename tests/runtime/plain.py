@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import argument
 from torchtitan_dmuon.runtime.dedicate import Dedication, runtime_of
 from torchtitan_dmuon.runtime.gradients import agree_on_gradients
 
@@ -102,7 +103,8 @@ def open_world(shape: tuple[int, int], seconds: float = 50) -> DeviceMesh:
 
 def dedicate(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> Dedication:
     """Dedicate, with owners spread over single matrices, and shard the rest."""
-    arguments = {"cost": "model", "small_matrix_numel": 50, **options}
+    arguments = {"cost": "model", "small_matrix_numel": 50}
+    arguments |= {**argument(options.get("mode", "owner")), **options}
     owned = dmuon.dedicate_params(model, mesh, **arguments)
     if mesh is not None and any(True for _ in owned.runtime.other_parameters()):
         fully_shard(model, mesh=mesh, ignored_params=owned.parameters)

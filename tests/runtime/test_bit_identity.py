@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runtime.communication import each_communication_at_length
 from tests.runtime.harness import Case, outcomes
 
 # What every case of a mesh has in common: HSDP with bf16 compute and copies apart from masters,
@@ -60,6 +61,7 @@ def _case(mesh: tuple[int, int], name: str) -> Case:
 CASES = {(mesh, name): _case(mesh, name) for mesh in BASES for name in VARIANTS}
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("zero3", "gather")])
 @pytest.mark.parametrize("mesh", BASES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_same_bits(mesh: tuple[int, int], name: str) -> None:
@@ -83,6 +85,7 @@ def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], w
     assert not differing, f"{where}: {differing}"
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("mesh", BASES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_the_runs_train(mesh: tuple[int, int]) -> None:
     """Control: equal bits mean nothing if nothing changes."""

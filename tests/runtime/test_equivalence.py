@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.runtime import reference
+from tests.runtime.communication import each_communication_at_length
 from tests.runtime.harness import Case, outcomes
 from tests.runtime.models import FIXTURES, FUSED_INDEX
 from tests.runtime.reference import Trace, distance
@@ -114,6 +115,7 @@ def _expected(case: Case) -> Trace:
     return _reference(case.fixture, case.size, case.accumulate, case.clip, case.steps)
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
 def test_updates_are_those_of_one_process(case: Case) -> None:
     """Every parameter's update in every step, in every layout."""
@@ -133,6 +135,7 @@ def test_updates_are_those_of_one_process(case: Case) -> None:
         assert min(expected.norms) > 1.05 * case.clip, "the case does not clip"
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
 def test_each_matrix_is_orthogonalized_once_per_step(case: Case) -> None:
     """Once in the world with owners, once per rank in the baseline, whatever the accumulation."""
@@ -149,6 +152,7 @@ def test_each_matrix_is_orthogonalized_once_per_step(case: Case) -> None:
     assert {r.num_matrices for r in results} == {matrices}
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
 def test_loss_curves_of_twenty_steps_agree(case: Case) -> None:
     expected = _expected(case)
@@ -157,6 +161,7 @@ def test_loss_curves_of_twenty_steps_agree(case: Case) -> None:
     assert expected.losses[-1] < 0.9 * expected.losses[0], "nothing was learnt: no power"
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
 def test_bf16_updates_are_those_of_torch_muon(case: Case) -> None:
     """Within the precision of the iteration.
@@ -182,6 +187,7 @@ def test_bf16_updates_are_those_of_torch_muon(case: Case) -> None:
     assert result.losses == pytest.approx(peer.losses, rel=1e-3)
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2)], ids=str)
 def test_baseline_and_owners_agree(mesh: tuple[int, int]) -> None:
     """B equals C within the bound for either and the reference: sums differ in their order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import cache, each_communication_at_length, run_world
 from tests.runtime.harness import (
     close,
     dedicate,
@@ -24,7 +24,7 @@ from tests.runtime.harness import (
     unpack,
 )
 from tests.runtime.models import FIXTURES, Head
-from tests.worlds import run_world
+from torchtitan_dmuon.runtime.dedicate import Dedication
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MESHES = [(1, 2), (2, 2), (4, 1), (1, 4)]
@@ -60,6 +60,12 @@ def _held_bytes() -> int:
     return sum(storages.values())
 
 
+def _window_bytes(owned: Dedication) -> int:
+    """Return the bytes of the symmetric pool, and of the owner window in it."""
+    operators = getattr(owned.runtime.communicator, "operators", None)
+    return 0 if operators is None else operators.window.nbytes
+
+
 def _train(model: nn.Module, optimizer: dmuon.Muon, steps: int) -> None:
     for step in range(steps):
         optimizer.zero_grad()
@@ -75,13 +81,14 @@ def _measure_memory(mesh: tuple[int, int], param_dtype: torch.dtype) -> bytes:
     model = Blocks()
     owned = dedicate(model, device_mesh, param_dtype=param_dtype)
     optimizer = dmuon.Muon(model, ns_dtype=FP32)
-    _train(model, optimizer, 2)
+    _train(model, optimizer, 3)
     dmuon.wait_for_publish(model)
     with_gradients = _held_bytes() - before
     reported = owned.memory_bytes()
     optimizer.zero_grad()
     result = {
         "reported": reported,
+        "window": _window_bytes(owned),
         "with_gradients": with_gradients,
         "held": _held_bytes() - before,
         "state": local_state(optimizer),
@@ -100,6 +107,7 @@ def _memory(mesh: tuple[int, int], param_dtype: torch.dtype) -> list[dict[str, A
     return [unpack(data) for data in ranks]
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_everything_of_a_matrix_is_on_its_one_owner(mesh: tuple[int, int]) -> None:
     """I1: FP32 master, momentum and reduced gradient, 4 bytes per element each, exist once."""
@@ -116,6 +124,7 @@ def test_everything_of_a_matrix_is_on_its_one_owner(mesh: tuple[int, int]) -> No
     assert state == 4 * NUMEL
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_parameter_memory_is_that_of_section_4_4(mesh: tuple[int, int]) -> None:
     """Per GPU on average 2M/K + 4M/(RK) bytes on HSDP with bf16 compute; 4M/K on one row."""
@@ -130,24 +139,27 @@ def test_parameter_memory_is_that_of_section_4_4(mesh: tuple[int, int]) -> None:
         assert rank["reported"]["gathered"] == 0
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tensors_hold_no_more_than_what_is_reported(mesh: tuple[int, int]) -> None:
     """All tensors in the process: masters, copies, momentum, gradients, a few scalars."""
     for rank, found in enumerate(_memory(mesh, BF16)):
         state = sum(t.numel() * t.element_size() for t in found["state"].values())
         expected = found["reported"]["masters"] + found["reported"]["copies"] + state
+        expected += found["window"]
         assert expected <= found["held"] <= expected + 512, f"rank {rank}"
         gradients = found["reported"]["gradients"]
         assert 0 <= found["with_gradients"] - expected - gradients <= 512, f"rank {rank}"
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)], ids=str)
 def test_one_storage_where_master_and_copy_are_equal(mesh: tuple[int, int]) -> None:
     """With FP32 compute the owner's copy is its master: one copy per row in all, 4M/K."""
     ranks = _memory(mesh, FP32)
     parameters = sum(r["reported"]["masters"] + r["reported"]["copies"] for r in ranks)
     assert parameters == 4 * NUMEL * mesh[0]
-    held = sum(r["held"] for r in ranks)
+    held = sum(r["held"] - r["window"] for r in ranks)
     assert held - parameters - 4 * NUMEL <= 512 * len(ranks)
 
 
@@ -170,14 +182,14 @@ def _look_at_weights(mesh: tuple[int, int]) -> bytes:
                 for entry in group.parameters:
                     seen[entry.name] = entry.parameter.detach().clone()
 
-        for step in range(2):
+        for step in range(3):
             optimizer.zero_grad()
             fixture.loss(model, step, rank_of_world(), mesh[0] * mesh[1], 1).backward()
             optimizer.step()
         for layer in model.layers:  # type: ignore[union-attr]
             layer.register_forward_pre_hook(look)
         # At once after the step: the forward must wait for what is still being published.
-        fixture.loss(model, 2, rank_of_world(), mesh[0] * mesh[1], 1).backward()
+        fixture.loss(model, 3, rank_of_world(), mesh[0] * mesh[1], 1).backward()
         dmuon.wait_for_publish(model)
         groups = owned.runtime.groups
         found[dtype] = {
@@ -204,6 +216,7 @@ def _weights(mesh: tuple[int, int]) -> list[dict[torch.dtype, Any]]:
     return [unpack(data) for data in run_world(mesh[0] * mesh[1], _look_at_weights, mesh)]
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)], ids=str)
 def test_gathered_weights_are_the_owners(mesh: tuple[int, int], dtype: torch.dtype) -> None:
@@ -226,6 +239,7 @@ def test_gathered_weights_are_the_owners(mesh: tuple[int, int], dtype: torch.dty
     assert covered == {name: value.numel() for name, value in ranks[0]["seen"].items()}
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)], ids=str)
 def test_leaders_copies_are_identical(mesh: tuple[int, int], dtype: torch.dtype) -> None:

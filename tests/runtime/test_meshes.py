@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import each_communication, run_world
 from tests.runtime.heads import full_weights
 from tests.runtime.plain import Run, Stack, dedicate, open_world
-from tests.worlds import RankFailed, run_world
+from tests.worlds import RankFailed
 
 
 def train(mesh: DeviceMesh, replicate: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
@@ -18,7 +19,7 @@ def train(mesh: DeviceMesh, replicate: DeviceMesh | None = None) -> dict[str, to
     model = Stack()
     dedicate(model, mesh, replicate_mesh=replicate)
     optimizer = dmuon.Muon(model, lr=0.02)
-    for step in range(2):
+    for step in range(3):
         optimizer.zero_grad()
         model(Run(model, dist.get_rank(), True, step).x()).pow(2).sum().backward()
         optimizer.step()
@@ -32,6 +33,7 @@ def same_mesh_twice() -> None:
         assert torch.equal(weight, apart[name]), name
 
 
+@each_communication
 def test_a_replicate_mesh_and_a_mesh_of_two_axes_are_the_same() -> None:
     """On 2 x 3 ranks, bit for bit: the same owners, the same order of sums."""
     run_world(6, same_mesh_twice, timeout_seconds=55)
@@ -45,6 +47,7 @@ def any_ranks() -> list[float]:
     return [float(w.double().sum()) for w in weights.values()]
 
 
+@each_communication
 def test_a_mesh_may_be_a_part_of_the_world_in_any_order() -> None:
     """Two models on two ranks each, one of them with its ranks in descending order."""
     results = run_world(4, any_ranks, timeout_seconds=55)

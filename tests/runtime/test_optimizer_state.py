@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import each_communication_at_length, run_world
 from tests.runtime.heads import as_lists, full_weights
 from tests.runtime.plain import Run, Stack, dedicate, open_world
-from tests.worlds import RankFailed, run_world
+from tests.worlds import RankFailed
 
 
 def train(model: torch.nn.Module, optimizer: dmuon.Muon, rank: int, steps: range) -> None:
@@ -48,6 +49,7 @@ def resume(shape: tuple[int, int]) -> tuple[dict[str, list[float]], dict[str, li
     return as_lists(full_weights(model)), as_lists(full_weights(other))
 
 
+@each_communication_at_length
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["fsdp", "ddp"])
 def test_state_survives_a_round_trip_bit_for_bit(shape: tuple[int, int]) -> None:
     """torch casts loaded state to the parameters' dtype, here bfloat16; owners keep float32."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,25 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import (
+    Work,
+    each_communication,
+    each_communication_at_length,
+    run_world,
+    watch,
+)
 from tests.runtime.heads import full_weights
 from tests.runtime.plain import Decoder, Run, Stack, dedicate, open_world
-from tests.worlds import run_world
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.runtime.backward import BackwardRun
 from torchtitan_dmuon.runtime.runtime import Runtime
 
 STEPS = 50
 Log = list[tuple[str, str]]
+# Among whom each kind of operation runs.
+IN_ROWS = ("gather", "reduce", "all_gather_v")
+IN_COLUMNS = ("reduce_rows", "publish")
+IN_ALL = ("exchange", "reduce_scatter_v")
 
 
 def disturb(seed: int) -> None:
@@ -33,20 +42,18 @@ def disturb(seed: int) -> None:
         (BackwardRun, "advance"),
     ):
         _delay(owner, name, random.Random(f"{seed} {name}"))
-    submit, random_numbers = C10dCommunicator._submit, random.Random(f"{seed} threads")
+    random_numbers = random.Random(f"{seed} threads")
 
-    def late(
-        self: Any, name: str, label: str, ranks: Any, work: Callable[[], None], after: Any
-    ) -> Any:
+    def late(kind: str, label: str, work: Work) -> Work:
         seconds = _seconds(random_numbers)
 
         def slow() -> None:
             time.sleep(seconds)
             work()
 
-        return submit(self, name, label, ranks, slow, after)
+        return slow
 
-    C10dCommunicator._submit = late  # type: ignore[method-assign]
+    watch(late)
 
 
 def _seconds(numbers: random.Random) -> float:
@@ -65,21 +72,19 @@ def _delay(owner: Any, name: str, numbers: random.Random) -> None:
 
 
 def record() -> Log:
-    """Have everything that is given to a process group written down, in order."""
+    """Have everything that is given to a process group or the operators written down, in order."""
     log: Log = []
-    submit, exchange = C10dCommunicator._submit, C10dCommunicator.exchange
+    exchange = C10dCommunicator.exchange
 
-    def submitting(
-        self: Any, name: str, label: str, ranks: Any, work: Callable[[], None], after: Any
-    ) -> Any:
-        log.append((name, label))
-        return submit(self, name, label, ranks, work, after)
+    def submitting(kind: str, label: str, work: Work) -> Work:
+        log.append((kind, label))
+        return work
 
-    def exchanging(self: Any, values: torch.Tensor) -> None:
+    def exchanging(self: Any, values: torch.Tensor, *, maximum: bool = False) -> None:
         log.append(("exchange", str(values.numel())))
-        exchange(self, values)
+        exchange(self, values, maximum=maximum)
 
-    C10dCommunicator._submit = submitting  # type: ignore[method-assign]
+    watch(submitting)
     C10dCommunicator.exchange = exchanging  # type: ignore[method-assign]
     return log
 
@@ -106,6 +111,7 @@ def train(disturbed: bool, reshard: bool) -> tuple[Log, str]:
     return log, digest
 
 
+@each_communication_at_length
 @pytest.mark.timeout(120, func_only=True)
 @pytest.mark.parametrize(
     "reshard", [True, pytest.param(False, marks=pytest.mark.long)], ids=["zero3", "zero2"]
@@ -116,10 +122,10 @@ def test_order_and_bits_do_not_depend_on_timing(reshard: bool) -> None:
     logs = [log for log, _ in results]
     assert len(logs[0]) > 10 * STEPS
     for row in ((0, 1), (2, 3)):
-        a, b = (_only(logs[r], "gather", "reduce", "exchange") for r in row)
+        a, b = (_only(logs[r], *IN_ROWS, *IN_ALL) for r in row)
         assert a == b, "ranks of a row submitted different sequences"
     for column in ((0, 2), (1, 3)):
-        a, b = (_only(logs[r], "reduce_rows", "publish", "exchange") for r in column)
+        a, b = (_only(logs[r], *IN_COLUMNS, *IN_ALL) for r in column)
         assert a == b, "ranks of a column submitted different sequences"
     assert [log for log, _ in calm] == logs, "timing changed the order"
     assert len({digest for _, digest in [*calm, *results]}) == 1
@@ -141,11 +147,14 @@ def count_groups(depth: int) -> int:
     model = Stack(depth)
     dedicate(model, mesh)
     optimizer = dmuon.Muon(model)
-    model(Run(model, dist.get_rank(), True).x()).sum().backward()
-    optimizer.step()
+    for step in range(3):
+        optimizer.zero_grad()
+        model(Run(model, dist.get_rank(), True, step).x()).sum().backward()
+        optimizer.step()
     return len(made)
 
 
+@each_communication
 @pytest.mark.timeout(60, func_only=True)
 def test_the_number_of_process_groups_does_not_grow_with_the_model() -> None:
     assert set(run_world(4, count_groups, 2)) == set(run_world(4, count_groups, 8)) == {5}
@@ -158,8 +167,10 @@ def corrupt() -> list[str]:
     model = Decoder()
     owned = dedicate(model, mesh)
     optimizer = dmuon.Muon(model, lr=0.02)
-    model(Run(model, rank, True).tokens()).sum().backward()
-    optimizer.step()
+    for step in range(3):
+        optimizer.zero_grad()
+        model(Run(model, rank, True, step).tokens()).sum().backward()
+        optimizer.step()
     dmuon.check_replicas(model)
     messages = []
     # One bit of one element: of a leader's copy in row 1, column 0; then of a sharded replica.
@@ -183,6 +194,7 @@ def corrupt() -> list[str]:
     return [led, *messages]
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 def test_a_single_changed_bit_on_one_replica_is_found_and_named() -> None:
     results = run_world(4, corrupt, timeout_seconds=50)

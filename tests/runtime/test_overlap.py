@@ -7,7 +7,6 @@ serial run waits for each operation where it is started.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +15,14 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import (
+    Work,
+    each_communication_at_length,
+    run_world,
+    warm_up,
+    watch,
+)
 from tests.runtime.plain import Block, Run, dedicate, open_world
-from tests.worlds import run_world
-from torchtitan_dmuon.comm.c10d import C10dCommunicator
 
 LAYERS, SECONDS = 6, 0.06
 
@@ -53,22 +57,17 @@ class SlowStack(nn.Module):
 
 def slow_down(name: str, serial: bool) -> None:
     """Make operations of one kind take `SECONDS` longer; wait for all of them if `serial`."""
-    submit = C10dCommunicator._submit
+    kinds = (name, {"gather": "all_gather_v", "reduce": "reduce_scatter_v"}.get(name))
 
-    def slowly(
-        self: Any, kind: str, label: str, ranks: Any, work: Callable[[], None], after: Any
-    ) -> Any:
+    def slowly(kind: str, label: str, work: Work) -> Work:
         def slow() -> None:
-            if kind == name:
+            if kind in kinds:
                 time.sleep(SECONDS)
             work()
 
-        event = submit(self, kind, label, ranks, slow, after)
-        if serial:
-            event.wait()
-        return event
+        return slow
 
-    C10dCommunicator._submit = slowly  # type: ignore[method-assign]
+    watch(slowly, serial=serial)
 
 
 def measure(shape: tuple[int, int], kind: str, serial: bool) -> tuple[float, float, float]:
@@ -79,6 +78,7 @@ def measure(shape: tuple[int, int], kind: str, serial: bool) -> tuple[float, flo
     dedicate(model, mesh, reshard_after_forward=True)
     optimizer = dmuon.Muon(model)
     x = Run(model, 0, True).x()
+    warm_up(lambda: model(x).sum().backward(), optimizer.step)
     model(x).sum().backward()  # records the order of the layers
     slow_down(kind, serial)
     times = []
@@ -104,6 +104,7 @@ def both(shape: tuple[int, int], kind: str, phase: int) -> tuple[float, float]:
     return max(r[phase] for r in overlapped), max(r[phase] for r in serial)
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize(
     ("kind", "phase"),
@@ -120,6 +121,7 @@ def test_gathers_and_reductions_run_beside_layers(kind: str, phase: int) -> None
     assert overlapped < serial - SECONDS * LAYERS / 2, (overlapped, serial)
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 def test_publishes_run_beside_the_next_forward() -> None:
     overlapped, serial = both((2, 1), "publish", 2)

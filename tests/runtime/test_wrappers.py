@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import cache, each_communication_at_length, run_world
 from tests.runtime.heads import as_lists, as_tensors, full_weights
 from tests.runtime.plain import Decoder, Run, dedicate, open_world
-from tests.worlds import run_world
 
 CASES = (
     "plain",
@@ -71,16 +71,17 @@ def train(case: str, shape: tuple[int, int]) -> tuple[Any, ...]:
     )
 
 
-@pytest.fixture(scope="module")
+@cache
 def plain() -> list[Any]:
     return run_world(2, train, "plain", (1, 2), timeout_seconds=50)
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("case", CASES[1:])
-def test_wrappers_change_nothing(case: str, plain: list[Any]) -> None:
+def test_wrappers_change_nothing(case: str) -> None:
     results = run_world(2, train, case, (1, 2), timeout_seconds=55)
-    for (routes, owners, names, weights), expected in zip(results, plain, strict=True):
+    for (routes, owners, names, weights), expected in zip(results, plain(), strict=True):
         assert routes == expected[0] and owners == expected[1] and names == expected[2]
         assert {r["name"] for r in routes if r["route"] == "matrix"} == EXACT
         assert weights.keys() == expected[3].keys()

@@ -19,11 +19,14 @@ _BAD_ARGUMENT, _SYSTEM, _TIMEOUT, _BROKEN = -1, -2, -3, -4
 
 
 class Operation(IntEnum):
-    """Numbers of the operations."""
+    """Numbers of the operations that groups are made for."""
 
     ALL_GATHER_V = 0
     REDUCE_SCATTER_V = 1
 
+
+PUBLISH = 2
+"""Number of the publish, whose tables are no groups."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 
@@ -58,12 +61,12 @@ class StuckReport:
     """Where a call stood when a wait took too long.
 
     Attributes:
-        wait: nothing, entry, arrival, acknowledgement, put or exit.
+        wait: nothing, entry, arrival, acknowledgement, put, exit or release.
         queue: Owner node of the data, -1: none.
         peer: Node that was awaited (entry and exit: rail of the own node), -1: unknown.
         thread_group: Which of the call's.
         chunk: Number in the queue's stream on this rail.
-        number: Of the call among its operation's calls, from 1.
+        number: Of the call among its operation's calls, from 1; of a publish the step.
     """
 
     wait: str
@@ -74,7 +77,7 @@ class StuckReport:
     number: int
 
 
-_WAITS = ("nothing", "entry", "arrival", "acknowledgement", "put", "exit")
+_WAITS = ("nothing", "entry", "arrival", "acknowledgement", "put", "exit", "release", "flag")
 
 
 class _Mesh(ctypes.Structure):
@@ -117,6 +120,21 @@ _ARGUMENTS: dict[str, list[Any]] = {
         _OUT,
     ],
     "dmuon_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _P],
+    "dmuon_publish_create": [
+        _P,
+        ctypes.c_char_p,
+        ctypes.POINTER(ctypes.c_char_p),
+        ctypes.POINTER(CSegment),
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        _OUT,
+    ],
+    "dmuon_publish_run": [_P, ctypes.c_uint64, _P],
+    "dmuon_publish_release": [_P, ctypes.c_uint64, _P],
+    "dmuon_publish_wait": [_P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, _P],
+    "dmuon_publish_stop": [_P],
+    "dmuon_publish_destroy": [_P],
     "dmuon_stuck": [_P, ctypes.c_int32, ctypes.POINTER(_Stuck)],
     "dmuon_group_destroy": [_P],
     "dmuon_close": [_P],
@@ -161,13 +179,30 @@ class Library:
         raise OSError(text) if code == _SYSTEM else CommunicationError(text)
 
     def open(self, mesh: WindowMesh, *arguments: Any) -> Window:
-        """Open a communicator with the library's opener. Collective."""
-        c_mesh = _Mesh(
-            **{name: getattr(mesh, name) for name, _ in _Mesh._fields_}  # type: ignore[misc]
-        )
+        """Open a communicator with the library's opener. Collective.
+
+        Raises:
+            ValueError: a bad mesh.
+            CommunicationError: a rank did not come in time.
+            OSError: the system refused.
+        """
         handle = _P()
-        self.call(self._opener, *arguments, ctypes.byref(c_mesh), ctypes.byref(handle))
+        self.call(self._opener, *arguments, ctypes.byref(_to_c(mesh)), ctypes.byref(handle))
         return Window(self, handle, mesh)
+
+
+def _to_c(mesh: WindowMesh) -> _Mesh:
+    """Return a mesh for C, which checks it; only C's integers must hold its numbers."""
+    values = {name: getattr(mesh, name) for name, *_ in _Mesh._fields_}
+    for name, kind, *_ in _Mesh._fields_:
+        if kind is ctypes.c_double:
+            continue
+        size = 1 << 8 * ctypes.sizeof(kind)
+        least = -size // 2 if kind is ctypes.c_int32 else 0
+        if not least <= values[name] < least + size:
+            expected = f"{least} to {least + size - 1}"
+            raise ValueError(f"{name} is {values[name]}, expected a number from {expected}")
+    return _Mesh(**values)
 
 
 class Window:
@@ -237,12 +272,59 @@ class Window:
         )
         return WindowGroup(self, self._library, handle, buffer_bytes, home_bytes)
 
-    def check(self, operation: Operation) -> None:
-        """Raise CommunicationError if a call of the operation failed."""
+    def ask(self, function: str, *arguments: Any) -> None:
+        """Call a function that only this fabric's library has, on the communicator."""
+        self._library.call(function, self._handle, *arguments)
+
+    def create_publish(
+        self,
+        tasks: Sequence[Segment],
+        *,
+        label: str,
+        names: Sequence[str],
+        buffer: int,
+        buffer_bytes: int,
+    ) -> WindowPublish:
+        """Freeze a publish's table; every rank of the rail does it alike. Nothing is sent.
+
+        Args:
+            tasks: `node` is the owner's row, `rail` this rank's; one owner's in the order in which
+                it releases them.
+            label: Names the publish in errors.
+            names: Of the tasks, for errors.
+            buffer: Window offset of what the tasks lie in.
+            buffer_bytes: Its size.
+
+        Raises:
+            ValueError: a task is empty, misaligned, overlaps another, lies outside or has an owner
+                outside the rail, or there are too many; the text names it.
+        """
+        if len(names) != len(tasks):
+            raise ValueError(f"publish of {label}: {len(names)} names for {len(tasks)} tasks")
+        try:
+            table = to_c(tasks, "task")
+        except ValueError as error:
+            raise ValueError(f"publish of {label}: {error}") from None
+        handle = _P()
+        self._library.call(
+            "dmuon_publish_create",
+            self._handle,
+            label.encode(),
+            (ctypes.c_char_p * len(names))(*(name.encode() for name in names)),
+            table,
+            len(tasks),
+            buffer,
+            buffer_bytes,
+            ctypes.byref(handle),
+        )
+        return WindowPublish(self, self._library, handle)
+
+    def check(self, operation: int) -> None:
+        """Raise CommunicationError if a call of the operation, or `PUBLISH`, failed."""
         report = ctypes.byref(_Stuck())
         self._library.call("dmuon_stuck", self._handle, int(operation), report)
 
-    def stuck(self, operation: Operation) -> StuckReport | None:
+    def stuck(self, operation: int) -> StuckReport | None:
         """Return where the operation's failed call stood; None if none failed."""
         report = _Stuck()
         try:
@@ -281,8 +363,7 @@ class WindowGroup:
         self.home_bytes = home_bytes
         self._library = library
         self._handle = handle
-        destroy = weakref.finalize(self, _destroy, library, handle, window)
-        destroy.atexit = False
+        _own(self, "dmuon_group_destroy", library, handle, window)
 
     def call(self, buffer: int, home: int = 0, stream: int | None = None) -> None:
         """Run the operation on buffers at these window offsets, the same on every rank.
@@ -300,7 +381,67 @@ class WindowGroup:
         self._library.call("dmuon_call", self._handle, buffer, home, stream)
 
 
-def _destroy(library: Library, handle: ctypes.c_void_p, window: Window) -> None:
-    # The window is an argument so that it outlives the group.
-    library.call("dmuon_group_destroy", handle)
+class WindowPublish:
+    """A frozen publish. Keeps its window.
+
+    Args:
+        window: Where its buffer lies.
+        library: The window's.
+        handle: What the library made.
+    """
+
+    def __init__(self, window: Window, library: Library, handle: ctypes.c_void_p) -> None:
+        self.window = window
+        self._library = library
+        self._handle = handle
+        _own(self, "dmuon_publish_destroy", library, handle, window)
+
+    def run(self, step: int, stream: int | None = None) -> None:
+        """Move the tasks of a step; `stream` as for `WindowGroup.call`.
+
+        Raises:
+            ValueError: not the step behind the last run's.
+            CommunicationError: nothing went on for too long; later runs fail too.
+        """
+        self._library.call("dmuon_publish_run", self._handle, step, stream)
+
+    def release(self, task: int, stream: int | None = None) -> None:
+        """A task of this rank is final in its copy for the next step.
+
+        Raises:
+            ValueError: another rank's task, not the table's order, or released before the last
+                step's run ended.
+            CommunicationError: a run failed.
+        """
+        if task < 0:
+            raise ValueError(f"task {task}: expected 0 or more")
+        self._library.call("dmuon_publish_release", self._handle, task, stream)
+
+    def wait(self, first: int, count: int, step: int, stream: int | None = None) -> None:
+        """Wait for tasks first .. first + count - 1 of a step.
+
+        Raises:
+            ValueError: no such tasks.
+            CommunicationError: they did not come in time, or a run failed.
+        """
+        if first < 0 or count < 0 or step < 0:
+            raise ValueError(f"tasks {first} to {first + count} of step {step}: expected 0 or more")
+        self._library.call("dmuon_publish_wait", self._handle, first, count, step, stream)
+
+    def stop(self) -> None:
+        """No more releases will come: a run that waits for one ends."""
+        self._library.call("dmuon_publish_stop", self._handle)
+
+
+def _own(
+    owner: object, destroy: str, library: Library, handle: ctypes.c_void_p, window: Window
+) -> None:
+    """Let `owner`'s end give its handle up. Not at the interpreter's exit, as for a window."""
+    finalizer = weakref.finalize(owner, _destroy, destroy, library, handle, window)
+    finalizer.atexit = False
+
+
+def _destroy(name: str, library: Library, handle: ctypes.c_void_p, window: Window) -> None:
+    # The window is an argument so that it outlives what lies in it.
+    library.call(name, handle)
     del window

@@ -93,7 +93,11 @@ class C10dCommunicator(Communicator):
         runs: Sequence[Run],
         after: Sequence[Event],
         then: Callable[[], None],
+        *,
+        reduced: torch.Tensor | None = None,
+        homes: Sequence[int] = (),
     ) -> Event:
+        assert reduced is None, "collectives reduce in place"
         mine = [run for run in runs if run.column == self.column]
         self.count_reduce(label, runs, buffer.element_size())
 
@@ -235,11 +239,12 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def _named(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Name the operation in its errors, as streams do: the caller waits for these."""
+        """Name the operation in errors and traces, as streams do: the caller waits for these."""
+        where = self._where(name, "scalars", ranks)
         try:
-            yield
+            with torch.profiler.record_function(where):
+                yield
         except RuntimeError as error:
-            where = self._where(name, "scalars", ranks)
             raise CommunicationError(f"{where}: {error}") from error
 
 

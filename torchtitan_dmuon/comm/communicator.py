@@ -134,11 +134,15 @@ class Communicator(ABC):
         runs: Sequence[Run],
         after: Sequence[Event],
         then: Callable[[], None],
+        *,
+        reduced: torch.Tensor | None = None,
+        homes: Sequence[int] = (),
     ) -> Event:
         """Sum each run over all ranks of the mesh into its owner's `buffer`.
 
         Elsewhere the buffer's content is undefined afterwards. `then` runs behind the sum, before
-        the event; it may read the runs that this rank owns.
+        the event; it may read the runs that this rank owns. With `reduced`, where a transport
+        offers it, owners get their sums there, at the run's element of `homes`.
         """
 
     @abstractmethod

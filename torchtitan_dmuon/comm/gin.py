@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import asdict
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,15 @@ def _library(architecture: str) -> Library:
     return Library(path, "dmuon_gin_open", [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int32])
 
 
+def prepare(device: torch.device) -> None:
+    """Compile and load the library for a GPU.
+
+    Raises:
+        NativeError: no nvcc, or no NCCL headers of the version that torch has loaded.
+    """
+    _library(architecture(device))
+
+
 def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh) -> Window:
     """Open a window between the GPUs of a process group. Collective.
 
@@ -40,7 +50,8 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
     Raises:
         NativeError: no nvcc, or no NCCL headers of the version that torch has loaded.
         ValueError: a bad mesh, or ranks that disagree about it.
-        OSError: NCCL or CUDA refused; the text says what is missing.
+        OSError: NCCL or CUDA refused on some rank, which the text names with what is missing; or
+            NCCL gives ranks different networks.
     """
     library = _library(architecture(device))
     _check_alike(group, mesh)
@@ -56,7 +67,14 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
     dist.broadcast_object_list(told, group=group, group_src=0)
     if not isinstance(told[0], bytes):
         raise OSError(f"gin: rank 0: {told[0]}")
-    return library.open(mesh, told[0], _ID_BYTES, device.index)
+    window, own = None, ""
+    try:
+        window = library.open(mesh, told[0], _ID_BYTES, device.index)
+    except OSError as error:
+        own = str(error)
+    _check_networks(group, own if window is None else _network_of(window))
+    assert window is not None
+    return window
 
 
 def memory(window: Window, device: torch.device) -> torch.Tensor:
@@ -93,6 +111,51 @@ class _Memory:
         }
 
 
+class _Network(ctypes.Structure):
+    """`dmuon_gin_network` of csrc/api/dmuon.h."""
+
+    _fields_ = [("contexts", ctypes.c_int32), ("connections", ctypes.c_int32)]
+
+
+def _network_of(window: Window) -> tuple[int, int]:
+    network = _Network()
+    window.ask("dmuon_gin_network_of", ctypes.byref(network))
+    return network.contexts, network.connections
+
+
+_Shared = TypeVar("_Shared")
+
+
+def _all_gather(group: dist.ProcessGroup, value: _Shared) -> list[_Shared]:
+    """Return what every rank gave, by rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _check_networks(group: dist.ProcessGroup, own: tuple[int, int] | str) -> None:
+    """Raise OSError on every rank unless all could open and NCCL gives all the same network.
+
+    Sender and receiver of a put pick a context, which has its own signals, from their own numbers:
+    with others each would wait for a signal that is counted elsewhere.
+
+    Args:
+        group: Of the window's ranks.
+        own: Contexts and connections of this rank, or why it has none.
+    """
+    networks = _all_gather(group, own)
+    for rank, network in enumerate(networks):
+        if isinstance(network, str):
+            raise OSError(f"gin: rank {rank}: {network}")
+    for rank, network in enumerate(networks):
+        if network != networks[0]:
+            raise OSError(
+                "gin: NCCL gives ranks different networks: rank 0 has {} contexts on {} "
+                "connections, rank {} has {} on {}; use one NCCL, one network plug-in and the same "
+                "NCCL_GIN settings on all nodes".format(*networks[0], rank, *network)
+            )
+
+
 def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh) -> None:
     shared: dict[str, object] = {k: v for k, v in asdict(mesh).items() if k != "rank"}
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -101,10 +164,8 @@ def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh) -> None:
             f"mesh of {mesh.nodes} x {mesh.rails} ranks and rank {mesh.rank}, expected the "
             f"process group's {size} ranks and rank {rank}"
         )
-    all_shared: list[dict[str, object] | None] = [None] * size
-    dist.all_gather_object(all_shared, shared, group=group)
+    all_shared = _all_gather(group, shared)
     for other, values in enumerate(all_shared):
-        assert values is not None
         if "error" in values:
             raise ValueError(f"gin: rank {other}: {values['error']}")
         if values != all_shared[0]:

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.binding import Operation, Window, WindowGroup, WindowMesh
+from torchtitan_dmuon.comm.binding import PUBLISH, Operation, Window, WindowGroup, WindowMesh
+from torchtitan_dmuon.comm.publish import Publish
 from torchtitan_dmuon.comm.streams import Event, Stream, mark, open_stream
 from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned, place
 
-__all__ = ["AllGatherV", "Operators", "ReduceScatterV", "Segment", "place"]
+__all__ = ["AllGatherV", "Operators", "Publish", "ReduceScatterV", "Segment", "place"]
 
 
 class _Operator:
@@ -154,7 +155,7 @@ def _mesh(
 
 
 class Operators:
-    """The two operators over one window.
+    """The two operators, and the publish, over one window.
 
     Args:
         window: Opened by `comm/shm.py` or `comm/gin.py`.
@@ -166,6 +167,7 @@ class Operators:
         self.memory = memory
         self._used = 0
         self._last: dict[Operation, Event] = {}
+        self._publishes: list[Publish] = []
         self._streams: dict[Operation, Stream] = {
             operation: open_stream(
                 memory.device,
@@ -301,6 +303,42 @@ class Operators:
         )
         return ReduceScatterV(self, group, label)
 
+    def publish(
+        self,
+        tasks: Sequence[Segment],
+        buffer: torch.Tensor,
+        *,
+        label: str = "all",
+        names: Sequence[str] | None = None,
+    ) -> Publish:
+        """Freeze the table of a publish between the rows of the mesh (comm/publish.py).
+
+        A row is `gather_nodes` nodes; the publish connects the ranks at the same place of all rows.
+        They make the same publishes in the same order; other ranks have tables of their own.
+
+        Args:
+            tasks: What owners of this rank's place give to the other rows: `node` is the owner's
+                row, `rail` this rank's own, `offset` counts from `buffer`. One owner's tasks stand
+                in the order in which it releases them; all are at least a byte long.
+            buffer: In the window, at the same place on every rank: the copies.
+            label: Names the publish in errors.
+            names: Of the tasks, for errors; None: their numbers alone.
+
+        Raises:
+            ValueError: a bad task or buffer; the text names it.
+        """
+        nbytes = max((s.offset + aligned(s.bytes) for s in tasks), default=0)
+        table = self.window.create_publish(
+            tasks,
+            label=label,
+            names=[str(i) for i in range(len(tasks))] if names is None else names,
+            buffer=self.offset_of(buffer, nbytes, label),
+            buffer_bytes=nbytes,
+        )
+        made = Publish(table, self.memory.device, label)
+        self._publishes.append(made)
+        return made
+
     def call(self, group: WindowGroup, buffer: int, home: int) -> None:
         """Run a group at window offsets: here to the end, on a GPU behind the current stream."""
         device = self.memory.device
@@ -326,7 +364,7 @@ class Operators:
 
         On shm the call itself raises.
         """
-        for operation in Operation:
+        for operation in (*Operation, PUBLISH):
             self.window.check(operation)
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -363,6 +401,8 @@ class Operators:
         Raises:
             CommunicationError: on a GPU, a call waited for too long.
         """
+        for publish in self._publishes:
+            publish.close()
         for stream in self._streams.values():
             stream.close()
         if self.memory.device.type == "cuda":

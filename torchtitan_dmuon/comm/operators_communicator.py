@@ -1,46 +1,33 @@
-"""A communicator whose gathers and reductions are the operators (line D's transport)."""
+"""Line D's transport: what lies in the pool moves with the operators, all else with collectives."""
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_dmuon.comm import gin, shm
 from torchtitan_dmuon.comm.binding import Operation, WindowGroup
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.communicator import Run
 from torchtitan_dmuon.comm.operators import Operators
 from torchtitan_dmuon.comm.streams import Event
-from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned, place
-
-
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    """A group of the communicator.
-
-    Attributes:
-        group: Its table.
-        runs: The stretches that it moves.
-        offsets: First byte of each in the window's copy of the buffer.
-        natural: Whether the copy has the layout of the buffer itself.
-    """
-
-    group: WindowGroup
-    runs: tuple[Run, ...]
-    offsets: tuple[int, ...]
-    natural: bool
+from torchtitan_dmuon.native.build import NativeError
+from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned
 
 
 class OperatorsCommunicator(C10dCommunicator):
-    """Gathers and reduces with the operators; all else goes over torch.distributed.
+    """Moves a buffer with the operators if it lies in the window, else with torch.distributed.
 
-    A buffer that lies in the window is used in place (the same on all ranks); others are copied to
-    a stage in the window and back.
+    The window is opened when its size is known, by `open`; until then every buffer is outside. A
+    buffer in the window lies at the same place on all ranks of the mesh, and is movable there
+    (`movable`).
 
     Args:
         ranks: Global rank at each (row, column) of the mesh.
@@ -48,15 +35,17 @@ class OperatorsCommunicator(C10dCommunicator):
         timeout: Limit of each operation; None: 30 minutes.
         ranks_per_node: Neighbours in the mesh that share a node's memory. On GPUs those of a node;
             on CPUs any, nodes are then virtual. Divides the columns; with one column, the rows.
-        window_bytes: Memory for the stage of each of the two operations: at least the largest
-            buffer.
+            None: on GPUs those that torchrun started on this machine, on CPUs a row of the mesh.
 
     Collective over the ranks of the mesh.
 
+    Attributes:
+        operators: The window and its operators; None before `open`.
+        operated: Calls that went over the operators, by operation.
+        refused: Why this job does without them; None: it does not.
+
     Raises:
         ValueError: ranks_per_node does not fit the mesh, or another device.
-        NativeError: the library cannot be compiled.
-        OSError: no memory, or NCCL or CUDA refused.
     """
 
     def __init__(
@@ -65,14 +54,13 @@ class OperatorsCommunicator(C10dCommunicator):
         device: torch.device,
         timeout: timedelta | None,
         *,
-        ranks_per_node: int,
-        window_bytes: int,
+        ranks_per_node: int | None = None,
     ) -> None:
-        if device.type == "cuda" and len(ranks) * len(ranks[0]) == 1:
-            raise ValueError("one GPU: there is nobody to move data to")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device {device}: the operators move CPU and CUDA tensors only")
         columns = len(ranks[0])
+        if ranks_per_node is None:
+            ranks_per_node = columns if device.type == "cpu" else _local_ranks()
         span = columns if columns > 1 else len(ranks)
         if ranks_per_node < 1 or span % ranks_per_node:
             raise ValueError(
@@ -80,32 +68,70 @@ class OperatorsCommunicator(C10dCommunicator):
                 f"the {len(ranks)} x {columns} mesh is made of whole nodes"
             )
         super().__init__(ranks, device, timeout)
+        self.operators: Operators | None = None
+        self.operated: Counter[str] = Counter()
+        self.refused: str | None = None
         self._rails = ranks_per_node
-        self.operators = self._open(
-            nodes=self.mesh.size // ranks_per_node,
-            rails=ranks_per_node,
-            rank=self.rank,
-            gather_nodes=max(1, columns // ranks_per_node),
-            window_bytes=2 * aligned(window_bytes),
-            timeout=timeout or timedelta(minutes=30),
-        )
-        self._stages = {
-            operation: self.operators.empty(aligned(window_bytes), torch.uint8)
-            for operation in Operation
-        }
-        self._frozen: dict[tuple[object, ...], _Frozen] = {}
+        self._timeout = timeout or timedelta(minutes=30)
+        self._frozen: dict[tuple[object, ...], WindowGroup] = {}
 
-    def _open(self, **mesh: Any) -> Operators:
+    @property
+    def rail(self) -> int:
+        """This rank's number in its node."""
+        return self.rank % self._rails
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether the ranks of a column are one rail: rows are whole nodes."""
+        return self.mesh.rows > 1 and (self.mesh.columns > 1 or self._rails == 1)
+
+    def open(self, window_bytes: int) -> torch.Tensor:
+        """Open the window: (window_bytes,) uint8, the same layout on every rank. Collective.
+
+        Raises:
+            NativeError: the library cannot be compiled.
+            OSError: no memory, or NCCL or CUDA refused.
+            CommunicationError: a rank did not come.
+        """
+        mesh = {
+            "nodes": self.mesh.size // self._rails,
+            "rails": self._rails,
+            "rank": self.rank,
+            "gather_nodes": max(1, self.mesh.columns // self._rails),
+            "window_bytes": window_bytes,
+        }
         if self.device.type == "cuda":
-            return Operators.gin(self.device, self._groups["exchange"], **mesh)
-        names = [secrets.token_hex(8)]
+            exchange = self._groups["exchange"]
+            self.operators = Operators.gin(self.device, exchange, timeout=self._timeout, **mesh)
+        else:
+            names = [secrets.token_hex(8)]
+            if self.mesh.size > 1:
+                dist.broadcast_object_list(names, self._all_ranks[0], self._groups["exchange"])
+            self.operators = Operators.shm(names[0], timeout=self._timeout, **mesh)
+        return self.operators.empty(window_bytes, torch.uint8)
+
+    def refusal(self) -> str | None:
+        """Say why this job cannot use the operators, the same on every rank; None: it can.
+
+        Collective. Every rank says what it lacks; the first that lacks something is named.
+        """
+        mine = (socket.gethostname(), _lack(self.device))
+        every: list[tuple[str, str | None]] = [mine] * self.mesh.size
         if self.mesh.size > 1:
-            dist.broadcast_object_list(names, self._all_ranks[0], self._groups["exchange"])
-        return Operators.shm(names[0], **mesh)
+            dist.all_gather_object(every, mine, group=self._groups["exchange"])
+        for rank, (_, lack) in enumerate(every):
+            if lack is not None:
+                return f"rank {self._all_ranks[rank]}: {lack}"
+        hosts = dict.fromkeys(host for host, _ in every)
+        if self.device.type == "cpu" and len(hosts) > 1:
+            return f"CPU ranks on several machines ({', '.join(hosts)}) share no memory"
+        if self.device.type == "cuda" and self.mesh.size == 1:
+            return "there is one GPU, and nobody to move data to"
+        return None
 
     def exchange(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         # Once per step: a kernel that gave up waiting has told nobody yet.
-        if self.device.type == "cuda":
+        if self.operators is not None and self.device.type == "cuda":
             self.operators.check()
         super().exchange(values, maximum=maximum)
 
@@ -117,13 +143,15 @@ class OperatorsCommunicator(C10dCommunicator):
         after: Sequence[Event],
         first: Callable[[], None],
     ) -> Event:
+        if self.operators is None or not self.operators.contains(buffer):
+            return super().gather(label, buffer, runs, after, first)
         self.count_gather(label, runs, buffer.element_size())
-        frozen = self._freeze(Operation.ALL_GATHER_V, label, buffer, runs)
-        mine = [run.column == self.column for run in frozen.runs]
+        group = self._group(Operation.ALL_GATHER_V, label, buffer, runs)
+        operators, place = self.operators, self.operators.offset_of(buffer, 0, label)
 
         def work() -> None:
             first()
-            self._move(Operation.ALL_GATHER_V, frozen, buffer, mine, [not m for m in mine])
+            operators.call(group, place, 0)
 
         return self._run(Operation.ALL_GATHER_V, label, self._row_ranks, work, after)
 
@@ -134,21 +162,43 @@ class OperatorsCommunicator(C10dCommunicator):
         runs: Sequence[Run],
         after: Sequence[Event],
         then: Callable[[], None],
+        *,
+        reduced: torch.Tensor | None = None,
+        homes: Sequence[int] = (),
     ) -> Event:
+        """Sum each run into its owner's memory; see `Communicator.reduce`.
+
+        Args:
+            label: Names the group.
+            buffer: (n,), summed over the ranks.
+            runs: Its stretches.
+            after: Come first.
+            then: Runs behind the sum.
+            reduced: In the window, of the same dtype: owners get their sums here, if `buffer` lies
+                in the window. None: in `buffer`.
+            homes: First element of each run in it.
+        """
+        if self.operators is None or not self.operators.contains(buffer):
+            return super().reduce(label, buffer, runs, after, then)
         self.count_reduce(label, runs, buffer.element_size())
-        frozen = self._freeze(Operation.REDUCE_SCATTER_V, label, buffer, runs)
-        mine = [(run.row, run.column) == (self.row, self.column) for run in frozen.runs]
+        if reduced is None:
+            reduced, homes = buffer, [run.offset for run in runs]
+        group = self._group(Operation.REDUCE_SCATTER_V, label, buffer, runs, homes)
+        operators, place = self.operators, self.operators.offset_of(buffer, 0, label)
+        home = operators.offset_of(reduced, 0, label)
 
         def work() -> None:
-            self._move(Operation.REDUCE_SCATTER_V, frozen, buffer, [True] * len(mine), mine)
+            operators.call(group, place, home)
             then()
 
         return self._run(Operation.REDUCE_SCATTER_V, label, self._all_ranks, work, after)
 
     def close(self) -> None:
-        self.operators.close()
+        if self.operators is not None:
+            self.operators.close()
         super().close()
         self._frozen.clear()
+        self.operators = None
 
     def _run(
         self,
@@ -158,83 +208,70 @@ class OperatorsCommunicator(C10dCommunicator):
         work: Callable[[], None],
         after: Sequence[Event],
     ) -> Event:
+        assert self.operators is not None
+        self.operated[operation.name.lower()] += 1
         where = self._where(operation.name.lower(), label, ranks)
         return self.operators.stream(operation).submit(where, work, after)
 
-    def _freeze(
-        self, operation: Operation, label: str, buffer: torch.Tensor, runs: Sequence[Run]
-    ) -> _Frozen:
-        """Return the group of a label and its runs, made at the first call."""
-        key = (operation, label, buffer.dtype, buffer.numel(), tuple(runs))
+    def _group(
+        self,
+        operation: Operation,
+        label: str,
+        buffer: torch.Tensor,
+        runs: Sequence[Run],
+        homes: Sequence[int] = (),
+    ) -> WindowGroup:
+        """Return the table of a label and its runs, frozen at the first call."""
+        key = (operation, label, buffer.dtype, buffer.numel(), tuple(runs), tuple(homes))
         if key in self._frozen:
             return self._frozen[key]
+        assert self.operators is not None
         size = buffer.element_size()
-        natural = _are_segments(runs, size, buffer.numel() * size)
-        if natural:
-            offsets, nbytes = [run.offset * size for run in runs], buffer.numel() * size
-        else:
-            offsets, nbytes = place([run.numel * size for run in runs])
-        stage = self._stages[operation].numel()
-        if nbytes > stage:
-            raise ValueError(
-                f"{label}: its buffer has {nbytes} bytes, the stage {stage}; give window_bytes "
-                f"of {nbytes} or more"
-            )
         segments = []
-        for run, offset in zip(runs, offsets, strict=True):
+        for index, run in enumerate(runs):
             owner = run.column
             if operation is Operation.REDUCE_SCATTER_V:
                 owner = self.mesh.rank(run.row, run.column)
             node, rail = divmod(owner, self._rails)
-            segments.append(Segment(offset, run.numel * size, node, rail, home=offset))
-        group = self.operators.window.create_group(
+            home = homes[index] * size if homes else 0
+            segments.append(Segment(run.offset * size, run.numel * size, node, rail, home=home))
+        self._frozen[key] = self.operators.window.create_group(
             operation,
             segments,
             label=label,
             dtype=buffer.dtype,
-            buffer_bytes=nbytes,
-            home_bytes=nbytes,
+            buffer_bytes=buffer.numel() * size,
+            home_bytes=max((s.home + aligned(s.bytes) for s in segments), default=0),
         )
-        frozen = _Frozen(group, tuple(runs), tuple(offsets), natural)
-        self._frozen[key] = frozen
-        return frozen
-
-    def _move(
-        self,
-        operation: Operation,
-        frozen: _Frozen,
-        buffer: torch.Tensor,
-        inward: Sequence[bool],
-        outward: Sequence[bool],
-    ) -> None:
-        """Run one call; runs marked `inward` are this rank's input, those `outward` its result."""
-        if frozen.natural and self.operators.contains(buffer):
-            place = self.operators.offset_of(buffer, frozen.group.buffer_bytes, "buffer")
-            self.operators.call(frozen.group, place, place)
-            return
-        stage = self._stages[operation]
-        size = buffer.element_size()
-        pairs = [
-            (run.of(buffer), stage[at : at + run.numel * size].view(buffer.dtype))
-            for run, at in zip(frozen.runs, frozen.offsets, strict=True)
-        ]
-        place = self.operators.offset_of(stage, frozen.group.buffer_bytes, "stage")
-        with torch.no_grad():
-            for (outside, inside), copied in zip(pairs, inward, strict=True):
-                if copied:
-                    inside.copy_(outside)
-            self.operators.call(frozen.group, place, place)
-            for (outside, inside), copied in zip(pairs, outward, strict=True):
-                if copied:
-                    outside.copy_(inside)
+        return self._frozen[key]
 
 
-def _are_segments(runs: Sequence[Run], element_bytes: int, limit: int) -> bool:
-    """Whether runs can be moved where they lie: aligned, with padding that belongs to nobody."""
+def movable(runs: Sequence[Run], element_bytes: int, numel: int) -> bool:
+    """Whether the operators can move runs of a buffer (numel,) where they lie.
+
+    They are aligned, and the padding behind each belongs to nobody.
+    """
     end = 0
     for run in sorted(runs, key=lambda run: run.offset):
         begin = run.offset * element_bytes
         if begin % ALIGNMENT or begin < end:
             return False
         end = begin + aligned(run.numel * element_bytes)
-    return end <= limit
+    return end <= numel * element_bytes
+
+
+def _lack(device: torch.device) -> str | None:
+    """What this rank lacks for the operators; None: nothing."""
+    try:
+        if device.type == "cuda":
+            gin.prepare(device)
+        else:
+            shm.prepare()
+    except (NativeError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _local_ranks() -> int:
+    """Ranks of this job on this machine, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))

@@ -12,6 +12,8 @@ from torchtitan_dmuon.native import build
 
 _SOURCES = (
     "api/shm_api.cpp",
+    "api/shm_publish.cpp",
+    "core/publish_table.cpp",
     "core/table.cpp",
     "fabric/shm.cpp",
     "fabric/shm_pool.cpp",
@@ -23,6 +25,15 @@ _SOURCES = (
 def _library() -> Library:
     path = build("dmuon_shm", _SOURCES, libraries=["-pthread"])
     return Library(path, "dmuon_shm_open", [ctypes.c_char_p])
+
+
+def prepare() -> None:
+    """Compile and load the library, so that `open_window` cannot fail for lack of a compiler.
+
+    Raises:
+        NativeError: the library cannot be compiled.
+    """
+    _library()
 
 
 def open_window(job: str, mesh: WindowMesh) -> Window:

@@ -72,7 +72,11 @@ class _HostEvent(Event):
         self._done.set()
 
     def wait(self) -> None:
-        if not self._done.wait(self._timeout_seconds):
+        # Traces show who waited, for what: only those who really did.
+        if not self._done.is_set():
+            with torch.profiler.record_function(f"wait for {self._label}"):
+                self._done.wait(self._timeout_seconds)
+        if not self._done.is_set():
             raise CommunicationError(
                 f"{self._label}: not finished after {self._timeout_seconds:.0f} s"
             )
@@ -128,11 +132,17 @@ def _serve(
                 with torch.profiler.record_function(label):
                     work()
             except BaseException as error:
-                failure = CommunicationError(f"{label}: {error}")
+                failure = CommunicationError(_named(label, str(error)))
                 failure.__cause__ = error
         event.finish(failure)
         # The closure holds tensors: let them go before waiting for the next piece.
         del item, work, after, event
+
+
+def _named(label: str, text: str) -> str:
+    """Put the label before an error's text, whose own name of the operation it replaces."""
+    name, colon, rest = text.partition(": ")
+    return f"{label}: {rest}" if colon and name in label else f"{label}: {text}"
 
 
 _OPEN: weakref.WeakSet[HostStream] = weakref.WeakSet()
@@ -168,6 +178,9 @@ class CudaStream(Stream):
         for earlier in after:
             if isinstance(earlier, _CudaEvent):
                 self._stream.wait_event(earlier.event)
+            else:
+                with torch.cuda.stream(self._stream):
+                    earlier.wait()
         with torch.cuda.stream(self._stream), torch.profiler.record_function(label):
             work()
         return _CudaEvent(self._stream.record_event())

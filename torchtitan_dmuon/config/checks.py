@@ -50,6 +50,7 @@ _AT_LEAST_ONE = (
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
     "profiler.profile_freq",
+    "profiler.profiler_active",
     "parallelism.expert_parallel_degree",
 )
 
@@ -59,6 +60,7 @@ _RANGES = (
     ("lr_scheduler.decay_ratio", 0, 1),
     ("lr_scheduler.min_lr_factor", 0, 1),
     ("activation_checkpoint.memory_budget", 0, 1),
+    ("profiler.profiler_warmup", 0, 2**20),
     ("debug.seed", 0, 2**63 - 1),
     # Accepted by torchtitan, not tried with this package.
     ("parallelism.pipeline_parallel_degree", 1, 1),
@@ -165,6 +167,13 @@ def _check_numbers(job: Job) -> None:
         number = _get(job, key)
         if number is not None and not low <= number <= high:
             raise ConfigError(f"{job.at(key)}: expected {low} to {high}, got {number}")
+    profiler = job.config.profiler
+    least = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < least:
+        raise ConfigError(
+            f"{job.at('profiler.profile_freq')}: expected at least {least} (profiler_warmup + "
+            f"profiler_active), got {profiler.profile_freq}"
+        )
 
 
 def _check_batch(job: Job, data_parallel: int) -> None:

@@ -186,24 +186,17 @@ def check_mode(job: Job) -> None:
 
 
 def check_communication(job: Job) -> None:
-    """Refuse what moves matrices in a way that this version cannot train with yet.
+    """Refuse the operators where matrices have no owners.
 
     Raises:
-        ConfigError: communication "operators" in a mode with owned matrices.
+        ConfigError: communication "operators" in mode gather.
     """
     p = job.config.parallelism
-    if p.mode == "fsdp" or p.communication == "c10d":
-        return
-    chosen = 'line "D" (communication = "operators")' if job.config.line == "D" else '"operators"'
-    instead = (
-        'line "C" trains the same with c10d: --line C'
-        if p.mode == "owner"
-        else 'mode gather knows "c10d" only'
-    )
-    raise ConfigError(
-        f"{_place(job, 'parallelism.communication')}: {chosen} can be planned but not trained "
-        f"with: jobs on the operators are not in this version; {instead}"
-    )
+    if p.mode == "gather" and p.communication == "operators":
+        raise ConfigError(
+            f"{_place(job, 'parallelism.communication')}: mode gather, the baseline, knows "
+            '"c10d" only; mode = "owner" goes with "operators"'
+        )
 
 
 def check_owner_cost(job: Job) -> None:

@@ -20,10 +20,10 @@ from torchtitan.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.tools.profiler import Profiler
 
 from torchtitan_dmuon.checkpoint.manager import CheckpointManager
 from torchtitan_dmuon.metrics import ProgressMetrics
+from torchtitan_dmuon.profiler import Profiler
 
 
 def torch_knows_spmd_types() -> bool:
@@ -86,10 +86,11 @@ class Parallelism(ParallelismConfig):
     owner and gather go with optimizer.name DMuon.
     """
 
-    communication: Literal["c10d", "operators"] = "c10d"
+    communication: Literal["c10d", "operators", "auto"] = "c10d"
     """
-    What moves owned matrices: c10d (collectives of NCCL or gloo), or operators (one-sided copies,
-    line D), which this version has and plans with, but cannot train with yet: a job is refused.
+    What moves owned matrices: c10d (collectives of NCCL or gloo), or operators (line D: our own
+    kernels on a symmetric pool; on CPUs all ranks must be on one machine, on GPUs see
+    docs/hardware.md). auto: operators if every rank can, else c10d, and the log says why.
     """
 
     small_matrix_numel: int = 5_000_000
@@ -340,8 +341,8 @@ class JobConfig:
     """
     Switches a job with DMuon's settings between lines that are compared, whatever the file says
     about mode, optimizer and communication. A: FSDP2 with AdamW (the adamw_ settings). B: mode
-    gather, DMuon. C: mode owner, DMuon. D: as C with communication operators (cannot be trained
-    with yet). torch: FSDP2 with torch.optim.Muon. Empty: mode, name and communication decide.
+    gather, DMuon. C: mode owner, DMuon. D: as C with communication operators. torch: FSDP2 with
+    torch.optim.Muon. Empty: mode, name and communication decide.
     """
 
     dump_folder: str = "./outputs"
@@ -410,7 +411,10 @@ class JobConfig:
     """Time-outs and traces of collectives."""
 
     profiler: Profiler.Config = field(default_factory=Profiler.Config)
-    """Kernel traces and memory snapshots."""
+    """
+    Traces of steps, one file per rank: enable_profiling records one step in profile_freq, and dmuon
+    timeline draws them. Memory snapshots.
+    """
 
     # Seeded by default: the same command gives the same numbers.
     debug: DebugConfig = field(default_factory=lambda: DebugConfig(seed=42))

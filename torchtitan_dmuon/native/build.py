@@ -51,6 +51,7 @@ def build(
     flags: Sequence[str] = ("-O3", "-march=native"),
     libraries: Sequence[str] = (),
     include: Sequence[Path] = (),
+    headers: str = ".",
     folder: Path | None = None,
 ) -> Path:
     """Return a shared library made of `sources`, compiling it if the cache has none.
@@ -62,6 +63,7 @@ def build(
         flags: Added to what makes a C++17 shared library.
         libraries: Linker arguments, behind the sources.
         include: More include folders.
+        headers: The folder in csrc/ of all of its headers that the sources include.
         folder: The cache; default `cache_folder()`.
 
     Processes may ask at the same time: one compiles, the others wait.
@@ -79,7 +81,9 @@ def build(
     position = ["-Xcompiler", "-fPIC"] if "nvcc" in Path(program).name else ["-fPIC"]
     command = [program, "-std=c++17", "-shared", *position, *flags, f"-I{root}"]
     command += [f"-I{path}" for path in include]
-    target_folder = (folder or cache_folder()) / _digest(root, command, sources, libraries)
+    target_folder = (folder or cache_folder()) / _digest(
+        root, command, sources, libraries, root / headers
+    )
     library = target_folder / f"{name}.so"
     if library.exists():
         return library
@@ -122,12 +126,16 @@ def _compile(name: str, command: list[str], libraries: Sequence[str], library: P
 
 
 def _digest(
-    root: Path, command: Sequence[str], sources: Sequence[str], libraries: Sequence[str]
+    root: Path,
+    command: Sequence[str],
+    sources: Sequence[str],
+    libraries: Sequence[str],
+    headers: Path,
 ) -> str:
     digest = hashlib.sha256(repr((list(command), list(sources), list(libraries))).encode())
     digest.update(_version(command[0]) + _processor())
     used = [root / source for source in sources]
-    used += [path for path in root.rglob("*") if path.suffix in _HEADERS]
+    used += [path for path in headers.rglob("*") if path.suffix in _HEADERS]
     for path in sorted(used):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]

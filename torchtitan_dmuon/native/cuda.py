@@ -13,8 +13,11 @@ from torchtitan_dmuon.native.build import NativeError, build
 _GIN_SOURCES = (
     "api/gin_api.cpp",
     "api/gin_communicator.cpp",
+    "api/gin_publish.cpp",
+    "core/publish_table.cpp",
     "core/table.cpp",
     "kernels/operators.cu",
+    "kernels/publish.cu",
 )
 # The first with signals and counters that order their own put alone.
 _OLDEST = (2, 30, 7)

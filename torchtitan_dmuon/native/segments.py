@@ -41,8 +41,8 @@ class CSegment(ctypes.Structure):
     ]
 
 
-def to_c(segments: Sequence[Segment]) -> ctypes.Array[CSegment]:
-    """Return a table for C; C checks it against mesh and buffers.
+def to_c(segments: Sequence[Segment], noun: str = "segment") -> ctypes.Array[CSegment]:
+    """Return a table for C; C checks it against mesh and buffers. `noun` names one in errors.
 
     Raises:
         ValueError: a number that C's integers do not hold; the text names the segment.
@@ -51,10 +51,10 @@ def to_c(segments: Sequence[Segment]) -> ctypes.Array[CSegment]:
     for i, s in enumerate(segments):
         for name in ("offset", "home", "bytes"):
             if not 0 <= getattr(s, name) < 1 << 63:
-                raise ValueError(f"segment {i}: {name} {getattr(s, name)}, expected 0 to 2^63 - 1")
+                raise ValueError(f"{noun} {i}: {name} {getattr(s, name)}, expected 0 to 2^63 - 1")
         for name in ("node", "rail"):  # what is no rank, but a number, the core names
             if not -(1 << 31) <= getattr(s, name) < 1 << 31:
-                raise ValueError(f"segment {i}: owner {name} {getattr(s, name)} is no rank")
+                raise ValueError(f"{noun} {i}: owner {name} {getattr(s, name)} is no rank")
         table[i] = CSegment(s.offset, s.home, s.bytes, s.node, s.rail)
     return table
 

@@ -79,6 +79,8 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
             for model in model_parts
         ]
         self._reports: list[StepReport] = []
+        # Gradients born in the pool, and not, until the last call of step_metrics.
+        self._counted = (0, 0)
         # Now: a scheduler replaces the rates by those of its first step.
         self.routes = [optimizer.routing() for optimizer in self.optimizers]
         parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
@@ -110,7 +112,8 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         """Return what the steps since the last call did, over all ranks. Collective.
 
         Matrices orthogonalized per step (summed over ranks: in mode owner the number of matrices),
-        steps skipped, and seconds per step by phase on the rank that took longest in it.
+        steps skipped, and seconds per step by phase on the rank that took longest in it. On the
+        operators the share of gradients that were born in the pool, on the rank with the fewest.
         """
         reports, self._reports = self._reports, []
         steps = max(1, len(reports))
@@ -119,7 +122,7 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         device = self.optimizers[0].runtime.device
         total = torch.tensor([float(done)], dtype=torch.float64, device=device)
         slowest = torch.tensor(
-            [sum(t[phase] for t in times) / steps for phase in PHASES],
+            [*(sum(t[phase] for t in times) / steps for phase in PHASES), self._missed()],
             dtype=torch.float64,
             device=device,
         )
@@ -142,9 +145,23 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
             },
             **{
                 f"optimizer/{phase}(s)": seconds
-                for phase, seconds in zip(PHASES, slowest.tolist(), strict=True)
+                for phase, seconds in zip(PHASES, slowest.tolist(), strict=False)
             },
+            **(
+                {"pool/gradient_hit_rate": 1.0 - float(slowest[-1])}
+                if self.optimizers[0].runtime.hit_counters() is not None
+                else {}
+            ),
         }
+
+    def _missed(self) -> float:
+        """Share of gradients since the last call that were not born where their signature says."""
+        now = self.optimizers[0].runtime.hit_counters()
+        if now is None:
+            return 0.0
+        hits, misses = now.hits - self._counted[0], now.misses - self._counted[1]
+        self._counted = (now.hits, now.misses)
+        return misses / max(1, hits + misses)
 
     def describe(self) -> str:
         """Return for people: parameters by kind with their routes, and the balance of owners."""

@@ -342,6 +342,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._refuse(gradients, clock)
             return loss
         self.runtime.free_all()
+        self.runtime.open_pool()
         if self.qk_clip is not None:
             self.qk_clip.agree(self.runtime.communicator, self.runtime.device)
         # The caller's autocast is for its model.

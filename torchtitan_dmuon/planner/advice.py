@@ -24,8 +24,8 @@ def changes(config: JobConfig) -> Iterator[tuple[str, Any]]:
         yield "activation_checkpoint.mode", stronger
     if config.training.local_batch_size > 1:
         yield "training.local_batch_size", config.training.local_batch_size // 2
-    if config.parallelism.communication == "operators":
-        yield "line", "C"
+    if config.parallelism.communication != "c10d":
+        yield ("line", "C") if config.line else ("parallelism.communication", "c10d")
 
 
 def advise(

@@ -82,7 +82,7 @@ class _Planner:
         self.rule = _rule(config.optimizer)
         self.param_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
         self.reduce_bytes = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
-        self.pooled = p.mode == "owner" and p.communication == "operators"
+        self.pooled = p.mode == "owner" and p.communication != "c10d"
         self.assumptions: list[str] = []
         parameters = [x for layer in self.model.layers for x in layer.parameters]
         self.matrices = [m for x in parameters for m in x.matrices]

@@ -43,14 +43,23 @@ class BackwardRun:
     Args:
         record: The pass.
         depth: Stages whose gathers are started ahead of the current one.
+        begin_group: Is told that gradients of a group are about to be made.
         finish_group: Takes a group's gradients, starts its reduction and frees it.
     """
 
-    def __init__(self, record: Pass, depth: int, finish_group: Callable[[Group], None]) -> None:
+    def __init__(
+        self,
+        record: Pass,
+        depth: int,
+        begin_group: Callable[[Group], None],
+        finish_group: Callable[[Group], None],
+    ) -> None:
         self.record = record
         self.stages = list(reversed(record.calls))
         self._depth = depth
+        self._begin_group = begin_group
         self._finish_group = finish_group
+        self._begun: set[Group] = set()
         # A group that is used several times is finished at its last use in backward order.
         self.last: list[list[Group]] = [[] for _ in self.stages]
         seen: set[Group] = set()
@@ -69,6 +78,10 @@ class BackwardRun:
         self._finish_through(stage - 1)
         self._entered = max(self._entered, stage)
         self._gather_through(stage + self._depth)
+        for group in self.stages[stage].groups:
+            if group not in self._begun:
+                self._begun.add(group)
+                self._begin_group(group)
         self.wait(stage)
 
     def recompute(self, site: Site) -> bool:

@@ -34,6 +34,7 @@ from torchtitan_dmuon.ownership import (
 )
 from torchtitan_dmuon.runtime.group import Group, Precision
 from torchtitan_dmuon.runtime.layout import Layout, owner_layout, shard_layout
+from torchtitan_dmuon.runtime.open_pool import open_pool
 from torchtitan_dmuon.runtime.owner_group import OwnerGroup
 from torchtitan_dmuon.runtime.runtime import Runtime
 from torchtitan_dmuon.runtime.select import (
@@ -44,11 +45,14 @@ from torchtitan_dmuon.runtime.select import (
     select,
 )
 from torchtitan_dmuon.runtime.site import Site, make_site, sites_of
+from torchtitan_dmuon.runtime.transport import (
+    Communication,
+    Mode,
+    OpenCommunicator,
+    open_communicator,
+    uses_pool,
+)
 
-Mode = Literal["owner", "gather"]
-OpenCommunicator = Callable[
-    [Sequence[Sequence[int]], torch.device, timedelta | None], C10dCommunicator
-]
 AssignmentMethod = Literal["balanced", "round_robin", "elements"]
 
 
@@ -94,7 +98,7 @@ def dedicate_params(
     reduce_dtype: torch.dtype | None = None,
     cast_forward_inputs: bool = True,
     matrix_specs: Mapping[str, MatrixSpec] | None = None,
-    communication: Literal["c10d"] | OpenCommunicator = "c10d",
+    communication: Communication | OpenCommunicator = "c10d",
     mode: Mode = "owner",
     algorithm: str | type[MatrixOptimizer] | MatrixOptimizer = "muon",
     cost: str | CostTable = "measured",
@@ -103,6 +107,7 @@ def dedicate_params(
     byte_cap: float | None = 0.1,
     prefetch_depth: int = 1,
     gradient_divide_factor: float | None = None,
+    allocation_signatures: bool = True,
     timeout: timedelta | None = None,
 ) -> Dedication:
     """Give every matrix of `model` one owner, and shard its layers accordingly.
@@ -141,7 +146,9 @@ def dedicate_params(
         cast_forward_inputs: Whether floating inputs of layers are cast to `param_dtype`.
         matrix_specs: Regular expression on names -> `MatrixSpec`, for parameters that hold several
             matrices (fused projections) or must be read flat (convolutions). First match wins.
-        communication: "c10d": torch.distributed collectives. Or a function that opens another
+        communication: "c10d": torch.distributed collectives. "operators": our kernels, from the
+            first step after the second micro-batch on (paper C.1; see docs/operators.md). "auto":
+            operators if every rank can, else c10d; the log says why. Or a function that opens a
             communicator, given the global rank at each (row, column), the device and the timeout.
         mode: "owner", or "gather" for the baseline: even shards, whole matrices gathered and
             orthogonalised on every rank in each step (paper D.2, line B).
@@ -156,6 +163,8 @@ def dedicate_params(
         prefetch_depth: Layers gathered ahead of the running one, forward and backward.
         gradient_divide_factor: Gradients are the sum over ranks divided by this. None: the number
             of ranks.
+        allocation_signatures: On operators, whether autograd's allocations are recognised, so that
+            gradients are born in the pool (paper C.1); else they are copied there. Same bits.
         timeout: Limit of a communication operation. None: 30 minutes, as torch's own groups.
 
     Returns:
@@ -166,6 +175,8 @@ def dedicate_params(
             that is not there, is for another algorithm or lacks a shape.
         OSError: a cost table's file cannot be read.
         NotImplementedError: a selected parameter is a DTensor already.
+        CommunicationError: communication is "operators" and a rank cannot use them; the text says
+            why.
         RuntimeError: ranks computed different assignments or tables; both digests are named.
     """
     if sites_of(model):
@@ -188,6 +199,7 @@ def dedicate_params(
         byte_cap=byte_cap,
         prefetch_depth=prefetch_depth,
         gradient_divide_factor=gradient_divide_factor,
+        allocation_signatures=allocation_signatures,
         timeout=timeout,
     )
     if isinstance(cost, str) and cost not in ("measured", "model"):
@@ -198,8 +210,9 @@ def dedicate_params(
     device = _device(model, mesh)
     communicator = None
     if mesh is not None and mesh.size() * (replicate_mesh.size() if replicate_mesh else 1) > 1:
-        open_communicator = C10dCommunicator if communication == "c10d" else communication
-        communicator = open_communicator(grid, _local_device(mesh.device_type), timeout)
+        communicator = open_communicator(
+            communication, mode, grid, _local_device(mesh.device_type), timeout
+        )
     planned = [layer.as_layer() for layer in layers]
     units = build_units(planned, small_matrix_numel=small_matrix_numel)
     rule = _rule(algorithm)
@@ -232,6 +245,8 @@ def dedicate_params(
         reshard_after_forward=reshard_after_forward,
         prefetch_depth=prefetch_depth,
         cast_inputs_to=param_dtype if cast_forward_inputs else None,
+        open_pool=open_pool if uses_pool(communicator) else None,
+        allocation_signatures=allocation_signatures,
     )
     _take_weights(runtime)
     return Dedication(runtime, result)
@@ -302,8 +317,8 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "reduce_dtype": (_sum_dtype, "torch.float32, torch.bfloat16 or torch.float64, or None"),
     "cast_forward_inputs": (_flag, "True or False"),
     "communication": (
-        lambda v: v == "c10d" or callable(v),
-        "c10d or a function that opens a communicator",
+        lambda v: v in get_args(Communication) or callable(v),
+        f"{', '.join(get_args(Communication))}, or a function that opens a communicator",
     ),
     "mode": (lambda v: v in get_args(Mode), " or ".join(get_args(Mode))),
     "algorithm": (_algorithm, "a name or a MatrixOptimizer, class or instance"),
@@ -319,6 +334,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda v: v is None or (is_size(v) and v > 0),
         "a positive number or None",
     ),
+    "allocation_signatures": (_flag, "True or False"),
     "timeout": (lambda v: v is None or v > timedelta(), "a positive timedelta or None"),
 }
 

@@ -27,6 +27,7 @@ class Gradients:
     spoiled: tuple[str, ...] = ()
 
 
+@torch.profiler.record_function("dmuon agree on gradients")
 def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
     """Find norm, presence and non-finite values; one small all-reduce over all ranks.
 

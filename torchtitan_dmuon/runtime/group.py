@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from torchtitan_dmuon.comm import Communicator, Event
 from torchtitan_dmuon.comm.streams import mark
 from torchtitan_dmuon.ownership import Matrix
 from torchtitan_dmuon.runtime.layout import Layout, Segment, align
+from torchtitan_dmuon.runtime.pool import Pool, Space
+from torchtitan_dmuon.runtime.signatures import move_storage
 
 Places = list[tuple[nn.Module, str]]
 
@@ -130,6 +132,10 @@ class Group(ABC):
         self.resident = self.columns == 1
         self.masters: dict[Segment, torch.Tensor] = {}
         self.copies: dict[Segment, torch.Tensor] = {}
+        # Line D only: where its memory may lie, and its number there.
+        self.pool = Pool()
+        self.index = -1
+        self._placed = False
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -210,7 +216,8 @@ class Group(ABC):
         """Return this rank's bytes by purpose: masters, copies, gradients, gathered, unsynced."""
         shared = {t.untyped_storage().data_ptr() for t in self.copies.values()}
         own = [t for t in self.masters.values() if t.untyped_storage().data_ptr() not in shared]
-        gathered = 0 if self.resident else self.buffer.untyped_storage().nbytes()
+        outside = not (self.resident or self._placed)
+        gathered = self.buffer.untyped_storage().nbytes() if outside else 0
         return {
             "masters": _bytes(own),
             "copies": _bytes(self.copies.values()),
@@ -233,7 +240,13 @@ class Group(ABC):
         """Start to fill the buffer, unless it is filled or being filled."""
         if self.state is not GroupState.FREED or self.resident:
             return
-        self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+        place = self.pool.acquire((Space.PARAMETERS, self.index))
+        if place is None:
+            self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+        else:
+            # Not a new buffer: views that autograd saved in forward follow.
+            move_storage(self.buffer, place, copy=False)
+        self._placed = place is not None
         self._gathering = self._gather([mark(self.device)])
         self.state = GroupState.GATHERING
 
@@ -260,8 +273,10 @@ class Group(ABC):
             self._gathering = None
         for entry in self.parameters:
             entry.parameter.data = self._placeholder.expand(entry.shape)
+        self.pool.release((Space.PARAMETERS, self.index))
         storage = self.buffer.untyped_storage()
         if storage.resizable():
+            # In the pool or not: it lets go of its memory.
             storage.resize_(0)
         else:
             # Somebody holds it from outside (`numpy()`): leave it to them.
@@ -315,10 +330,16 @@ class Group(ABC):
         return [i for i, e in enumerate(self.parameters) if e.parameter.requires_grad]
 
     @torch.no_grad()
-    def take_gradients(self, *, sync: bool) -> tuple[Event, torch.Tensor] | None:
+    def take_gradients(
+        self, *, sync: bool, in_place: Collection[int] = ()
+    ) -> tuple[Event, torch.Tensor] | None:
         """Move the parameters' gradients out of the model, and to their owners if `sync`.
 
         A parameter without a gradient contributes zero: which collectives run never depends on it.
+
+        Args:
+            sync: Whether they are summed now.
+            in_place: Parameters whose gradients lie where they are summed already.
 
         Returns:
             The end of the reduction and the tensor that must stay alive until then; None if nothing
@@ -328,7 +349,7 @@ class Group(ABC):
         self.fired.clear()
         if not trainable:
             return None
-        packed = torch.empty(self.layout.numel, dtype=self.precision.reduce, device=self.device)
+        packed = self._gradient_memory(sync)
         for index in trainable:
             entry = self.parameters[index]
             place = part(packed, self.layout.offsets[index], entry.numel)
@@ -336,7 +357,8 @@ class Group(ABC):
             if gradient is None:
                 place.zero_()
             else:
-                place.view(entry.shape).copy_(gradient)
+                if index not in in_place:
+                    place.view(entry.shape).copy_(gradient)
                 self.present.add(entry.name)
                 entry.parameter.grad = None
             if self._unsynced is not None:
@@ -352,6 +374,28 @@ class Group(ABC):
         event = self._reduce(packed, frozenset(trainable))
         return None if event is None else (event, packed)
 
+    def _gradient_memory(self, sync: bool) -> torch.Tensor:
+        """Return what is to hold all gradients of the group, (numel,) in the reduction's dtype."""
+        place = self.pool.acquire((Space.GRADIENTS, self.index)) if sync else None
+        if place is not None:
+            return place.view(self.precision.reduce)
+        return torch.empty(self.layout.numel, dtype=self.precision.reduce, device=self.device)
+
+    def gradient_places(self) -> dict[int, torch.Tensor]:
+        """Return where gradients may be born, by parameter: in the pool, if the group's place
+        there is in use and they are summed as autograd makes them."""
+        if self.precision.reduce is not self.precision.compute:
+            return {}
+        memory = self.pool.held((Space.GRADIENTS, self.index))
+        if memory is None:
+            return {}
+        flat = memory.view(self.precision.reduce)
+        return {
+            i: part(flat, self.layout.offsets[i], self.parameters[i].numel)
+            for i in self.trainable()
+            if self.parameters[i].numel
+        }
+
     @abstractmethod
     def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None: ...
 
@@ -361,21 +405,25 @@ class Group(ABC):
         for s, source in sources:
             fresh = s not in self.gradients
             if fresh:
-                self.gradients[s] = torch.empty(
-                    s.numel, dtype=self.precision.master, device=self.device
-                )
+                self.gradients[s] = self._gradient_of(s, source)
             plan.append((self.gradients[s], source, fresh))
         scale = self.gradient_scale
 
         def accumulate() -> None:
             with torch.no_grad():
                 for target, source, fresh in plan:
-                    if fresh:
+                    if target is source:
+                        target.mul_(scale)
+                    elif fresh:
                         target.copy_(source).mul_(scale)
                     else:
                         target.add_(source.to(target.dtype), alpha=scale)
 
         return accumulate
+
+    def _gradient_of(self, s: Segment, source: torch.Tensor) -> torch.Tensor:
+        """Return the memory for a first reduced gradient that comes from `source`."""
+        return torch.empty(s.numel, dtype=self.precision.master, device=self.device)
 
     def clear_gradients(self) -> None:
         """Forget reduced and unsynchronised gradients."""

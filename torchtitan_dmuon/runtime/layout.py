@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torchtitan_dmuon.comm import Run
 from torchtitan_dmuon.ownership import Assignment, Layer, Matrix, OwnerMesh, segments
 
-# Parameters start at multiples of 16 bytes in every dtype of at least two bytes.
-ALIGNMENT_NUMEL = 8
+# Parameters start at multiples of 64 bytes in every dtype of at least two bytes: as aligned as what
+# torch's allocators give, so that kernels compute the same bits there.
+ALIGNMENT_NUMEL = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +11,19 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from torchtitan_dmuon.comm import Communicator, Event, Traffic
+from torchtitan_dmuon.comm import Communicator, Traffic
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.ownership import Assignment, Layer
 from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
 from torchtitan_dmuon.runtime.fsdp import forward_order, leave_out_backward
 from torchtitan_dmuon.runtime.group import Group, GroupState
+from torchtitan_dmuon.runtime.pool import Pool, Record
+from torchtitan_dmuon.runtime.publisher import Publisher
+from torchtitan_dmuon.runtime.reductions import Reductions
+from torchtitan_dmuon.runtime.signatures import Counters
 from torchtitan_dmuon.runtime.site import Site
 
 logger = logging.getLogger("torchtitan_dmuon")
-
-# Reductions in flight whose packed gradients are kept; one more waits for the oldest.
-_MAX_REDUCTIONS = 2
 
 # Forwards in training mode that may wait for their backward; each costs a reduction at the step.
 _MAX_PENDING = 1000
@@ -60,6 +60,8 @@ class Runtime:
         reshard_after_forward: bool,
         prefetch_depth: int,
         cast_inputs_to: torch.dtype | None,
+        open_pool: Callable[[Runtime, Record], None] | None = None,
+        allocation_signatures: bool = True,
     ) -> None:
         self.model = model
         self.sites = list(sites)
@@ -94,7 +96,14 @@ class Runtime:
         self._pending: list[Pass] = []
         self._runs: dict[Pass, BackwardRun] = {}
         self._task = -1
-        self._reductions: deque[tuple[Event, torch.Tensor]] = deque()
+        # Line D: where groups lie, once it is open, and what opens it.
+        self.pool = Pool()
+        self._open_pool = open_pool
+        self._signatures = allocation_signatures
+        self._warm = False
+        self._reductions = Reductions(self.groups, self.pool)
+        for index, group in enumerate(self.groups):
+            group.pool, group.index = self.pool, index
         self._watched: set[nn.Parameter] = set()
         # Copies that do not follow from their masters: new, moved or loaded weights.
         self._stale = True
@@ -193,6 +202,20 @@ class Runtime:
         self._reached = 0 if outermost is self.sites[0] else None
         if self._stale:
             self.publish_all()
+        if self._open_pool is not None and torch.is_grad_enabled() and self.sync:
+            # The first micro-batch only warms up (paper C.1).
+            if self._warm:
+                self.pool.record()
+                if self._signatures:
+                    self._reductions.learn(self.device)
+            self._warm = True
+
+    def open_pool(self) -> None:
+        """Open the pool, once a micro-batch was recorded. Collective; between settle and update."""
+        record = self.pool.recorded
+        if self._open_pool is not None and record is not None:
+            self._open_pool(self, record)
+            self._open_pool = None
 
     def _end_pass(self, outermost: Site) -> None:
         if outermost is self.sites[0] and not self._position:
@@ -260,6 +283,7 @@ class Runtime:
             run = self._run(record)
             self._finish_newer(record)
             run.enter(len(run.stages) - 1 - index)
+            self._reductions.enter(index, record.calls[index].groups)
 
         for value in tree_flatten(outputs)[0]:
             if isinstance(value, torch.Tensor):
@@ -295,27 +319,29 @@ class Runtime:
             # The first call of this backward; what an aborted one left is void.
             self._runs.clear()
             self._task = task
+            self._reductions.abort()
             for group in self.groups:
                 group.fired.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         run = self._runs.get(record)
         if run is None:
             record.sync = self.sync
-            run = self._runs[record] = BackwardRun(record, self._depth, self._finish_group(record))
+            self._reductions.begin_backward()
+            run = self._runs[record] = self._new_run(record)
         return run
 
-    def _finish_group(self, record: Pass) -> Callable[[Group], None]:
+    def _new_run(self, record: Pass) -> BackwardRun:
+        def begin(group: Group) -> None:
+            if record.sync:
+                self._reductions.begin(group)
+
         def finish(group: Group) -> None:
             self.gradient_version += 1
-            sent = group.take_gradients(sync=record.sync)
+            self._reductions.start(group, sync=record.sync)
             group.free()
-            if sent is None:
-                return
-            self._reductions.append(sent)
-            if len(self._reductions) > _MAX_REDUCTIONS:
-                self._reductions.popleft()[0].wait()
+            self._reductions.bound()
 
-        return finish
+        return BackwardRun(record, self._depth, begin, finish)
 
     def _enter_again(self, site: Site) -> None:
         """Activation recomputation: the forward of a site inside a backward (paper C.4)."""
@@ -327,6 +353,8 @@ class Runtime:
                 "recorded for; use torch.utils.checkpoint with use_reentrant=False"
             )
 
+    # Runs outside of autograd's own ranges: its name says in traces that backward ends here.
+    @torch.profiler.record_function("dmuon end of backward")
     def _end_backward(self) -> None:
         for record, run in sorted(self._runs.items(), key=lambda item: -item[0].number):
             run.finish()
@@ -346,7 +374,7 @@ class Runtime:
         """Take part in the collectives of backwards that this rank did not run, with zeros."""
         sharded = forward_order(self.model) if self._pending else []
         for record in list(self._pending):
-            run = BackwardRun(record, self._depth, self._finish_group(record))
+            run = self._new_run(record)
             # Both at once: on the other ranks the layers of one come between those of the other.
             with leave_out_backward(self.model, sharded):
                 run.finish()
@@ -357,8 +385,16 @@ class Runtime:
     def settle(self) -> None:
         """Have all gradients at their owners: the end of the backwards of this step."""
         self.drop_backward()
-        while self._reductions:
-            self._reductions.popleft()[0].wait()
+        self._reductions.finish()
+        # Before the step's exchange: so no rank publishes while another's last round still runs.
+        if self.publisher is not None:
+            self.publisher.finish()
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """What hands on the pieces of all groups, once the pool is open."""
+        found = (getattr(group, "publisher", None) for group in self.groups)
+        return next((publisher for publisher in found if publisher is not None), None)
 
     def free_all(self) -> None:
         """Give up every gathered buffer, and let no publish still read what is about to change."""
@@ -368,7 +404,9 @@ class Runtime:
             group.wait_for_publish()
 
     def publish_all(self) -> None:
-        """Bring every copy to the value of its master."""
+        """Bring every copy to the value of its master. Collective."""
+        if self.publisher is not None:
+            self.publisher.begin_anew()
         for group in self.order:
             for piece in group.pieces:
                 group.publish(piece)
@@ -412,6 +450,10 @@ class Runtime:
             self._watched.clear()
             self._stale = True
             self.moves += 1
+            if self.pool.ranges is not None:
+                self._open_pool = None
+                self.pool.close()
+                self._reductions.close()
 
     @contextmanager
     def gathered(self, groups: Sequence[Group], *, writeback: bool) -> Iterator[None]:
@@ -433,6 +475,10 @@ class Runtime:
                 group.conceal()
             if writeback:
                 self.mark_stale()
+
+    def hit_counters(self) -> Counters | None:
+        """Return how many gradients were born in the pool; None if none can be (see line D)."""
+        return self._reductions.counters()
 
     def memory_bytes(self) -> dict[str, int]:
         """Return this rank's bytes by purpose, summed over groups; see `Group.memory_bytes`."""

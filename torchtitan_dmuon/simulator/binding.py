@@ -17,10 +17,15 @@ SOURCES = (
     "fabric/sim.cpp",
     "fabric/sim_group.cpp",
     "fabric/sim_memory.cpp",
+    "fabric/sim_publish.cpp",
+    "fabric/sim_publish_group.cpp",
+    "core/publish_table.cpp",
     "core/table.cpp",
 )
 PROTOCOL_SOURCES = ("fabric/sim_group.cpp",)
 """What depends on the steps of the protocol."""
+PUBLISH_SOURCES = ("fabric/sim_publish_group.cpp",)
+"""What depends on the steps of the publish."""
 
 OPERATIONS = {"allgatherv": 0, "reducescatterv": 1}
 DTYPES = {"bfloat16": 0, "float32": 1}
@@ -107,8 +112,15 @@ class Run:
     delay_us: float = 0.0
 
 
-class _Costs(ctypes.Structure):
+class CCosts(ctypes.Structure):
+    """`dmuon::sim::Costs` of csrc/fabric/sim.h."""
+
     _fields_ = [(f.name, ctypes.c_double) for f in fields(Costs)]
+
+    @classmethod
+    def of(cls, costs: Costs) -> CCosts:
+        """Return the costs, as C takes them."""
+        return cls(*(getattr(costs, f.name) for f in fields(Costs)))
 
 
 class _Config(ctypes.Structure):
@@ -118,7 +130,7 @@ class _Config(ctypes.Structure):
         ("chunk_bytes", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("buffer_bytes", "home_bytes", "seed")),
         ("delay_us", ctypes.c_double),
-        ("costs", _Costs),
+        ("costs", CCosts),
     ]
 
 
@@ -131,19 +143,58 @@ class _Summary(ctypes.Structure):
     ]
 
 
+class Told:
+    """What a run of so many ranks tells; `arguments` are where C writes it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._summary = _Summary()
+        self._links = (ctypes.c_uint64 * (4 * ranks))()
+        self._rank_us = (ctypes.c_double * ranks)()
+        self.arguments = (ctypes.byref(self._summary), self._links, self._rank_us)
+
+    def outcome(self, code: int) -> Outcome:
+        """Return what the run showed; `code` is what the C function returned.
+
+        Raises:
+            ValueError, Violation: what it means, with its text.
+        """
+        if code:
+            text = library().dmuon_error().decode()
+            raise Violation(text) if code == -2 else ValueError(text)
+        summary, values = self._summary, list(self._links)
+        return Outcome(
+            ms=summary.us / 1e3,
+            steps=summary.steps,
+            groups=summary.groups,
+            star=bool(summary.star),
+            links=[Links(*values[i : i + 4]) for i in range(0, len(values), 4)],
+            rank_ms=[x / 1e3 for x in self._rank_us],
+        )
+
+
 @cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build("dmuon_sim", SOURCES, flags=("-O2",))))
-    library.dmuon_error.restype = ctypes.c_char_p
-    library.dmuon_sim_run.argtypes = [
+def library() -> ctypes.CDLL:
+    """Return the compiled simulator."""
+    functions = ctypes.CDLL(str(build("dmuon_sim", SOURCES, flags=("-O2",))))
+    functions.dmuon_error.restype = ctypes.c_char_p
+    told_and_actor = [ctypes.c_void_p] * 4
+    functions.dmuon_sim_run.argtypes = [
         ctypes.POINTER(_Config),
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_uint64,
         ctypes.c_uint64,
-        *([ctypes.c_void_p] * 4),
+        *told_and_actor,
     ]
-    return library
+    functions.dmuon_sim_publish.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        *told_and_actor,
+    ]
+    return functions
 
 
 def simulate(
@@ -169,36 +220,20 @@ def simulate(
         Violation: a deadlock or, with `run.carry`, wrong bytes or a race.
         NativeError: the simulator cannot be compiled.
     """
-    library = _library()
     flat = [s for call in calls for s in call]
     segments = to_c(flat)
     counts = (ctypes.c_uint64 * len(calls))(*(len(call) for call in calls))
-    ranks = run.nodes * run.rails
-    summary = _Summary()
-    links, rank_us = (ctypes.c_uint64 * (4 * ranks))(), (ctypes.c_double * ranks)()
-    code = library.dmuon_sim_run(
+    told = Told(run.nodes * run.rails)
+    code = library().dmuon_sim_run(
         ctypes.byref(_config(run, costs)),
         segments,
         counts,
         len(calls),
         schedules,
-        ctypes.byref(summary),
-        links,
-        rank_us,
+        *told.arguments,
         ctypes.cast(protocol.dmuon_sim_make_actor, ctypes.c_void_p) if protocol else None,
     )
-    if code:
-        text = library.dmuon_error().decode()
-        raise Violation(text) if code == -2 else ValueError(text)
-    values = list(links)
-    return Outcome(
-        ms=summary.us / 1e3,
-        steps=summary.steps,
-        groups=summary.groups,
-        star=bool(summary.star),
-        links=[Links(*values[i : i + 4]) for i in range(0, 4 * ranks, 4)],
-        rank_ms=[x / 1e3 for x in rank_us],
-    )
+    return told.outcome(code)
 
 
 def _config(run: Run, costs: Costs) -> _Config:
@@ -212,5 +247,5 @@ def _config(run: Run, costs: Costs) -> _Config:
         operation=OPERATIONS[run.operation],
         dtype=DTYPES[run.dtype],
         dropped=RELEASES.index(run.without_release),
-        costs=_Costs(*(getattr(costs, f.name) for f in fields(Costs))),
+        costs=CCosts.of(costs),
     )

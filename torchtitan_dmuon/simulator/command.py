@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 _MOST_GPUS = 8192
 _MOST_BYTES = 2**36
+_MOST_TASKS = 65536
+_MOST_UPDATE_MS = 10_000
 
 
 @dataclass(kw_only=True, slots=True)
 class Options:
-    """Predict what one gather or reduction of owned matrices takes on a described cluster, and
-    what every link carries: the scheduling code that runs on GPUs, under a virtual clock.
+    """Predict what one gather, reduction or publish of owned matrices takes on a described cluster,
+    and what every link carries: the scheduling code that runs on GPUs, under a virtual clock.
 
     dmuon simulate operator --op allgatherv --gpus 256 --bytes 1073741824
 
@@ -35,21 +37,29 @@ class Options:
     what: Annotated[str, tyro.conf.Positional] = ""
     """What is simulated: operator."""
 
-    op: Literal["allgatherv", "reducescatterv"] = "allgatherv"
-    """allgatherv: every GPU gets the owners' segments. reducescatterv: owners get their sums."""
+    op: Literal["allgatherv", "reducescatterv", "publish"] = "allgatherv"
+    """allgatherv: every GPU gets the owners' segments. reducescatterv: owners get their sums.
+    publish: owners give the tasks of a step to the GPUs of their rail on all other nodes."""
 
     gpus: int = 256
     """GPUs of the cluster."""
 
     bytes: int = 1073741824
-    """Bytes of one call: the sum of all segments."""
+    """Bytes of one call: the sum of all segments; of a publish, of the tasks of one rail."""
+
+    tasks: int = 0
+    """Publish: tasks of one rail, dealt to their owners in turn. 0: one per owner."""
+
+    update_ms: float = 0.0
+    """Publish: every owner's tasks become ready one after the other, evenly over so many
+    milliseconds. 0: all are ready before the launch."""
 
     gpus_per_node: int = 0
     """GPUs of a node. 0: as in the cluster's description."""
 
     owners: Literal["nodes", "gpus", "one"] = "nodes"
     """Who owns a segment. nodes: the first GPU of every node; gpus: every GPU; one: the first of
-    all."""
+    all. Of a publish's rail, nodes and gpus are the same."""
 
     lengths: str = "1:2:3"
     """Ratios of the segments' lengths, in the order of their owners; they repeat."""
@@ -105,6 +115,13 @@ def check(options: Options) -> None:
         raise ConfigError(f"--seed: expected 0 to 2**63 - 1, got {options.seed}")
     if not 0 <= options.delay_us <= 1000:
         raise ConfigError(f"--delay_us: expected 0 to 1000, got {options.delay_us}")
+    if not 0 <= options.tasks <= _MOST_TASKS:
+        raise ConfigError(f"--tasks: expected 0 to {_MOST_TASKS}, got {options.tasks}")
+    if not 0 <= options.update_ms <= _MOST_UPDATE_MS:
+        raise ConfigError(f"--update_ms: expected 0 to {_MOST_UPDATE_MS}, got {options.update_ms}")
+    for name in ("tasks", "update_ms"):
+        if getattr(options, name) and options.op != "publish":
+            raise ConfigError(f"--{name}: only a publish has it (--op publish)")
 
 
 def predict_from(options: Options) -> Prediction:
@@ -116,7 +133,7 @@ def predict_from(options: Options) -> Prediction:
     from dataclasses import replace
 
     from torchtitan_dmuon.simulator.cluster import find_cluster
-    from torchtitan_dmuon.simulator.operator import predict, segments_of
+    from torchtitan_dmuon.simulator.operator import predict, predict_publish, segments_of
 
     check(options)
     lengths = parse_lengths(options.lengths)
@@ -129,16 +146,20 @@ def predict_from(options: Options) -> Prediction:
         raise ConfigError(
             f"--gpus {options.gpus}: expected a multiple of the {per_node} GPUs of a node"
         )
-    owners = owners_of(options.owners, nodes, per_node)
+    cluster = replace(cluster, gpus_per_node=per_node)
+    seed, delay_us = options.seed, options.delay_us
     try:
-        return predict(
-            options.op,
-            replace(cluster, gpus_per_node=per_node),
-            nodes,
-            segments_of(options.bytes, lengths, owners),
-            seed=options.seed,
-            delay_us=options.delay_us,
-        )
+        if options.op == "publish":
+            owners = owners_of(options.owners, nodes, 1)
+            owners = [owners[i % len(owners)] for i in range(options.tasks or len(owners))]
+            tasks = segments_of(options.bytes, lengths, owners)
+            update_ms = options.update_ms
+            return predict_publish(
+                cluster, nodes, tasks, update_ms=update_ms, seed=seed, delay_us=delay_us
+            )
+        owners = owners_of(options.owners, nodes, per_node)
+        segments = segments_of(options.bytes, lengths, owners)
+        return predict(options.op, cluster, nodes, segments, seed=seed, delay_us=delay_us)
     except (ValueError, NativeError) as e:
         raise ConfigError(f"dmuon simulate: {e}") from e
 
@@ -146,10 +167,14 @@ def predict_from(options: Options) -> Prediction:
 def report(prediction: Prediction) -> str:
     """Return the prediction as text."""
     p = prediction
+    publish = p.operation == "publish"
+    what = f"{p.segments} tasks of one rail" if publish else f"{p.segments} segments"
+    blocks = "1 thread block" if p.blocks == 1 else f"{p.blocks} thread blocks"
+    update = f", {p.ms - p.update_ms:.3f} ms after the last update" if p.update_ms else ""
     lines = [
-        f"{p.operation}: {_size(p.bytes)} in {p.segments} segments on {p.gpus} GPUs "
+        f"{p.operation}: {_size(p.bytes)} in {what} on {p.gpus} GPUs "
         f"({p.nodes} nodes), {p.cluster}",
-        f"predicted: {p.ms:.3f} ms, {p.path} path, {p.blocks} thread blocks per GPU",
+        f"predicted: {p.ms:.3f} ms{update}, {p.path} path, {blocks} per GPU",
         f"{'bytes per GPU':<14}{'busiest':>12}{'mean':>12}",
     ]
     for kind, load in p.links.items():

@@ -1,14 +1,15 @@
-"""What one call of an operator costs on a described cluster."""
+"""What one call of an operator, or a publish, costs on a described cluster."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torchtitan_dmuon.native.segments import Segment, aligned
-from torchtitan_dmuon.simulator.binding import Links, Run, simulate
+from torchtitan_dmuon.simulator.binding import Links, Outcome, Run, simulate
 from torchtitan_dmuon.simulator.cluster import Cluster
+from torchtitan_dmuon.simulator.publish import PublishRun, simulate_publish
 
 _ELEMENT = 2
 
@@ -34,19 +35,21 @@ class Prediction:
 
     Attributes:
         version: Of the keys' meaning.
-        operation: "allgatherv" or "reducescatterv".
+        operation: "allgatherv", "reducescatterv" or "publish".
         cluster: Its name.
         gpus: All GPUs.
         nodes: Nodes.
-        bytes: Sum of the segments' lengths.
-        segments: Segments.
+        bytes: Sum of the segments' lengths; of a publish those of one rail.
+        segments: Segments, or tasks of one rail.
         ms: From launch until the slowest GPU is done, in milliseconds.
         path: "node" (one node), "star" or "chain".
         blocks: Thread blocks per GPU.
         seed: Of the random delays.
         delay_us: Their usual limit; 0: none.
         links: Per kind of link the load.
-        ranks: Per GPU, node by node: when it is done, and the bytes of its links.
+        ranks: Per GPU, node by node: when it is done, and the bytes of its links. Of a publish the
+            GPUs of one rail.
+        update_ms: Publish: when the last task was ready. 0: all were before the launch.
     """
 
     version: int
@@ -63,6 +66,7 @@ class Prediction:
     delay_us: float
     links: dict[str, Load]
     ranks: list[dict[str, float]]
+    update_ms: float = 0.0
 
     def to_json(self) -> str:
         """Return the prediction as JSON."""
@@ -129,6 +133,68 @@ def predict(
         cluster.costs,
         [segments],
     )
+    return _prediction(operation, cluster, nodes, segments, outcome, seed, delay_us)
+
+
+def predict_publish(
+    cluster: Cluster,
+    nodes: int,
+    tasks: Sequence[Segment],
+    *,
+    update_ms: float = 0.0,
+    seed: int = 0,
+    delay_us: float = 0.0,
+) -> Prediction:
+    """Simulate the publish of one step on one rail, launched on all its GPUs at the same time.
+
+    Args:
+        cluster: What it costs.
+        nodes: GPUs of the rail.
+        tasks: What is published, of rail 0; one node's in the order of its updates.
+        update_ms: Every owner's tasks become ready one after the other, evenly over this time. 0:
+            all before the launch.
+        seed: Of random delays.
+        delay_us: Delays every operation at random up to this, now and then 16 times longer.
+
+    Raises:
+        ValueError: a mistake in the tasks; the message names the task.
+        NativeError: the simulator cannot be compiled.
+    """
+    run = PublishRun(
+        nodes=nodes,
+        buffer_bytes=aligned(max((t.offset + t.bytes for t in tasks), default=0)),
+        seed=seed,
+        delay_us=delay_us,
+    )
+    ready_us = _ready(tasks, nodes, 1e3 * update_ms)
+    outcome = simulate_publish(run, cluster.costs, tasks, ready_us)
+    found = _prediction("publish", cluster, nodes, tasks, outcome, seed, delay_us)
+    return replace(found, update_ms=update_ms)
+
+
+def _ready(tasks: Sequence[Segment], nodes: int, update_us: float) -> list[float]:
+    """Return when each task is ready."""
+    counts = [sum(t.node == node for t in tasks) for node in range(nodes)]
+    done = [0] * nodes
+    ready = []
+    for task in tasks:
+        if 0 <= task.node < nodes:  # else the simulator names it
+            done[task.node] += 1
+            ready.append(update_us * done[task.node] / counts[task.node])
+        else:
+            ready.append(0.0)
+    return ready
+
+
+def _prediction(
+    operation: str,
+    cluster: Cluster,
+    nodes: int,
+    segments: Sequence[Segment],
+    outcome: Outcome,
+    seed: int,
+    delay_us: float,
+) -> Prediction:
     return Prediction(
         version=1,
         operation=operation,

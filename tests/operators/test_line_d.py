@@ -1,0 +1,260 @@
+"""Line D's pool, signatures and publish under training: what only they promise."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import torchtitan_dmuon as dmuon
+from tests.runtime.harness import dedicate, full_weights, make_mesh, open_world
+from tests.runtime.models import FIXTURES
+from tests.worlds import pack, run_world, unpack
+from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
+from torchtitan_dmuon.runtime.pool import Space
+
+pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.slow]
+
+STEPS = 6
+OPENED = 2
+"""Steps before the pool is open, with one micro-batch per step."""
+
+
+class Job:
+    """A model that trains on line D, and what the tests look at."""
+
+    def __init__(self, mesh: tuple[int, int], fixture: str = "deep", **options: Any) -> None:
+        self.fixture = FIXTURES[fixture]
+        self.model = self.fixture.build()
+        self.recompute = options.pop("recompute", None)
+        if self.recompute:
+            self.model.recompute = self.recompute  # type: ignore[assignment]
+        options = {"communication": "operators", "reshard_after_forward": True, **options}
+        self.owned = dedicate(self.model, make_mesh(mesh), self.fixture, **options)
+        self.runtime = self.owned.runtime
+        self.optimizer = dmuon.Muon(self.model, lr=0.02, ns_dtype=torch.float32)
+        self.rank, self.size = dist.get_rank(), mesh[0] * mesh[1]
+
+    def backward(self, step: int, micro: int = 0, of: int = 1) -> None:
+        part = self.rank * of + micro
+        self.fixture.loss(self.model, step, part, self.size * of, of).backward()
+
+    def step(self, step: int, micro_batches: int = 1, defer: bool = False) -> None:
+        self.optimizer.zero_grad()
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            with dmuon.no_sync(self.model) if defer and not last else nullcontext():
+                self.backward(step, micro, micro_batches)
+        self.optimizer.step()
+
+    @property
+    def communicator(self) -> OperatorsCommunicator:
+        found = self.runtime.communicator
+        assert isinstance(found, OperatorsCommunicator)
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        counters = self.runtime.hit_counters()
+        ranges = self.runtime.pool.ranges
+        return {
+            "operated": dict(self.communicator.operated),
+            "hits": counters and (counters.hits, counters.misses, counters.learned),
+            "bytes": ranges and {space.value: n for space, n in ranges.space_bytes.items()},
+            "places": ranges and len(ranges.offsets),
+        }
+
+    def end(self) -> dict[str, torch.Tensor]:
+        weights = full_weights(self.model)
+        self.communicator.close()
+        return weights
+
+
+def plain(mesh: tuple[int, int], **options: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    job = Job(mesh, **options)
+    for step in range(STEPS):
+        job.step(step)
+    return job.facts(), job.end()
+
+
+def accumulating(mesh: tuple[int, int], defer: bool) -> Any:
+    job = Job(mesh)
+    for step in range(STEPS):
+        job.step(step, 3, defer)
+    return job.facts(), job.end()
+
+
+def interrupted(mesh: tuple[int, int]) -> Any:
+    """Evaluation, full parameters, a failing backward and new weights between steps."""
+    job = Job(mesh)
+    for step in range(STEPS):
+        job.step(step)
+        job.model.eval()
+        with torch.no_grad():
+            job.fixture.loss(job.model, step, job.rank, job.size, 1)
+        job.model.train()
+        if step == 3:
+            loss = job.fixture.loss(job.model, step, job.rank, job.size, 1)
+
+            def fail(_: torch.Tensor) -> None:
+                raise ArithmeticError
+
+            loss.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        if step == 4:
+            with dmuon.full_params(job.model, writeback=True), torch.no_grad():
+                for parameter in job.owned.parameters:
+                    parameter.mul_(0.5)
+    return job.facts(), job.end()
+
+
+def held(mesh: tuple[int, int]) -> Any:
+    """Somebody keeps gradients from a hook beyond the step: they do not change afterwards."""
+    job = Job(mesh)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parameter = next(iter(sorted(job.owned.parameters, key=lambda p: p.numel())))
+    parameter.register_post_accumulate_grad_hook(
+        lambda p: kept.append((p.grad, p.grad.clone()))  # type: ignore[arg-type,union-attr]
+    )
+    for step in range(STEPS):
+        job.step(step)
+    same = [torch.equal(one, other) for one, other in kept]
+    return {"same": same, **job.facts()}, job.end()
+
+
+def in_pool(mesh: tuple[int, int]) -> Any:
+    """Where parameters and gradients really lie while a layer runs."""
+    job = Job(mesh)
+    found: dict[str, list[bool]] = {"parameters": [], "gradients": []}
+    pool = job.runtime.pool
+
+    def after_gradient(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        found["gradients"].append(pool.contains(parameter.grad))
+        found["parameters"].append(pool.contains(parameter.data))
+
+    for parameter in job.owned.parameters:
+        parameter.register_post_accumulate_grad_hook(after_gradient)
+    for step in range(STEPS):
+        job.step(step)
+    return {**found, "count": len(job.owned.parameters), **job.facts()}, job.end()
+
+
+RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "plain": (plain, ((2, 2),), {}),
+    "copied": (plain, ((2, 2),), {"allocation_signatures": False}),
+    "zero2": (plain, ((2, 2),), {"reshard_after_forward": False}),
+    "depth": (plain, ((2, 2),), {"prefetch_depth": 3}),
+    "recompute": (plain, ((2, 2),), {"fixture": "decoder", "recompute": "layer"}),
+    "accumulate": (accumulating, ((2, 2), False), {}),
+    "defer": (accumulating, ((2, 2), True), {}),
+    "interrupted": (interrupted, ((2, 2),), {}),
+    "held": (held, ((2, 2),), {}),
+    "in_pool": (in_pool, ((2, 2),), {}),
+}
+
+
+def _run(names: tuple[str, ...]) -> bytes:
+    open_world()
+    found = {}
+    for name in names:
+        target, arguments, options = RUNS[name]
+        found[name] = target(*arguments, **options)
+    return pack(found)
+
+
+@cache
+def _ranks() -> list[dict[str, Any]]:
+    return [unpack(data) for data in run_world(4, _run, tuple(RUNS), timeout_seconds=280)]
+
+
+def _same(one: str, other: str) -> bool:
+    weights, others = _ranks()[0][one][1], _ranks()[0][other][1]
+    return all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_every_gradient_is_born_in_its_place() -> None:
+    """From the second step with a pool on, autograd allocates every owned gradient in the pool."""
+    for rank in _ranks():
+        facts, _ = rank["in_pool"]
+        last = facts["count"]
+        assert all(facts["gradients"][-last:])
+        assert all(facts["parameters"][-last:])
+        assert not any(facts["gradients"][: OPENED * last])
+        hits, misses, _ = facts["hits"]
+        assert (hits, misses) == ((STEPS - OPENED) * last, 0)
+
+
+@pytest.mark.parametrize("name", ["recompute", "accumulate", "zero2", "depth"])
+def test_no_signature_misses(name: str) -> None:
+    """Recomputation, accumulation and the order of gathers do not confuse the signatures."""
+    for rank in _ranks():
+        hits, misses, _ = rank[name][0]["hits"]
+        assert hits > 0
+        assert misses == 0
+
+
+@pytest.mark.parametrize("other", ["copied", "zero2", "depth", "in_pool"])
+def test_the_pool_changes_no_bit(other: str) -> None:
+    """Where gradients are born, ZeRO-2 and prefetch depth change nothing (invariant I5)."""
+    assert _same("plain", other)
+
+
+def test_without_signatures_gradients_are_copied() -> None:
+    """Control: the switch is really off, and the operators run all the same."""
+    facts, _ = _ranks()[0]["copied"]
+    assert facts["hits"] is None
+    assert facts["operated"] == _ranks()[0]["plain"][0]["operated"]
+
+
+def test_gathers_reductions_and_publishes_use_the_operators() -> None:
+    """Every layer's gather (twice, ZeRO-3) and reduction, and one publish per step."""
+    facts, _ = _ranks()[0]["plain"]
+    layers = len(FIXTURES["deep"].build().layers)  # type: ignore[arg-type]
+    operated = facts["operated"]
+    assert operated["reduce_scatter_v"] == layers * (STEPS - OPENED)
+    assert operated["all_gather_v"] >= (2 * layers - 1) * (STEPS - OPENED)
+    assert operated["publish"] == STEPS - OPENED + 1
+    assert facts["places"] == 2 * layers
+
+
+def test_zero3_needs_less_of_the_pool() -> None:
+    """Places are shared by layers that are never in use together; ZeRO-2 keeps all of them."""
+    zero3, zero2 = (_ranks()[0][name][0]["bytes"] for name in ("plain", "zero2"))
+    assert zero3["parameters"] < zero2["parameters"]
+
+
+def test_accumulation_is_the_same_deferred_or_not() -> None:
+    """Sums of micro-batches: reduced one by one, or once at the end, within float32 rounding."""
+    one, other = (_ranks()[0][name][1] for name in ("accumulate", "defer"))
+    for name, weights in one.items():
+        torch.testing.assert_close(weights, other[name], rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_failures_and_new_weights_between_steps() -> None:
+    """Everything is still finite, learned and on the operators after them."""
+    for rank in _ranks():
+        facts, weights = rank["interrupted"]
+        assert all(torch.isfinite(value).all() for value in weights.values())
+        assert facts["operated"]["reduce_scatter_v"] > 0
+    facts = _ranks()[0]["interrupted"][0]
+    assert facts["operated"]["publish"] == STEPS - OPENED + 2, "new weights are published once more"
+
+
+def test_kept_gradients_keep_their_values() -> None:
+    """A gradient that a hook keeps is moved out of the pool before its place is used again."""
+    for rank in _ranks():
+        facts, _ = rank["held"]
+        assert facts["same"] == [True] * STEPS
+
+
+def test_spaces_are_named() -> None:
+    """The pool's bytes are told by space."""
+    facts, _ = _ranks()[0]["plain"]
+    assert set(facts["bytes"]) == {space.value for space in Space}
+    assert all(n > 0 for n in facts["bytes"].values())

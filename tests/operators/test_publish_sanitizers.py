@@ -1,0 +1,129 @@
+"""The publish over shared memory under sanitizers: ranks as threads of one process.
+
+csrc/tests/publish_stress.cpp runs update, call and gather of every rank beside each other, checks
+every byte, and counts sleeps that only a time limit ended. Broken copies of the fabric show that
+these checks can fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from torchtitan_dmuon.native import sources_folder
+
+SOURCES = (
+    "tests/publish_stress.cpp",
+    "fabric/shm.cpp",
+    "fabric/sum.cpp",
+    "core/table.cpp",
+    "core/publish_table.cpp",
+)
+THREAD = ("-O1", "-g", "-fsanitize=thread")
+ADDRESS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+PLAIN = ("-O1",)
+# nodes, tile bytes, tiles on their way
+WORLDS = [(1, 64, 1), (2, 64, 1), (3, 64, 2), (4, 64, 8), (8, 128, 3)]
+
+pytestmark = pytest.mark.slow
+
+Change = tuple[str, str, str]
+"""File, text that occurs in it once, and what replaces it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("publish")
+
+
+@cache
+def _compile(folder: Path, flags: tuple[str, ...], change: Change | None) -> Path:
+    root = sources_folder()
+    if change is not None:
+        root = Path(shutil.copytree(root, folder / str(abs(hash((flags, change))))))
+        path = root / change[0]
+        text = path.read_text()
+        assert text.count(change[1]) == 1, f"{change[1]!r} is not once in {change[0]}"
+        path.write_text(text.replace(change[1], change[2]))
+    program = folder / f"stress-{abs(hash((flags, change)))}"
+    command = ["g++", "-std=c++17", *flags, f"-I{root}", "-o", str(program)]
+    command += [str(root / source) for source in SOURCES]
+    subprocess.run([*command, "-pthread"], check=True)
+    return program
+
+
+def _run(
+    program: Path, world: tuple[int, ...], steps: int, *, seed: int = 1, pause: int = 200
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(program), *(str(x) for x in (*world, steps, seed, 20, pause))],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
+    )
+
+
+def _late(result: subprocess.CompletedProcess[str]) -> int:
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    return int(result.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("flags", [THREAD, ADDRESS], ids=["thread", "address"])
+def test_sanitizers_find_nothing(folder: Path, flags: tuple[str, ...]) -> None:
+    """No race, no stray access, no wrong byte; and no sleep that a ring should have ended.
+
+    A writer that loses the processor just before it rings looks like a lost ring: two are allowed.
+    """
+    program = _compile(folder, flags, None)
+    assert sum(_late(_run(program, world, 30)) for world in WORLDS) <= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_sanitizers_find_nothing_at_length(folder: Path, world: tuple[int, ...], seed: int) -> None:
+    """The same for hundreds of steps."""
+    assert _late(_run(_compile(folder, THREAD, None), world, 400, seed=seed)) <= 2
+
+
+RELAXED = "std::memory_order_relaxed"
+RACES: dict[str, Change] = {
+    "release": (
+        "fabric/shm_publish.h",
+        "released = count;",
+        f"released.store(count, {RELAXED});",
+    ),
+    "arrival": (
+        "fabric/shm.h",
+        "c_.nodes[node].words->signal(signal).fetch_add(1);",
+        f"c_.nodes[node].words->signal(signal).fetch_add(1, {RELAXED});",
+    ),
+    "flag": (
+        "fabric/shm_publish.h",
+        "steps[number] = step;",
+        f"steps[number].store(step, {RELAXED});",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["release", *(pytest.param(x, marks=pytest.mark.long) for x in ("arrival", "flag"))]
+)
+def test_a_missing_release_is_found(folder: Path, name: str) -> None:
+    """Control: without its memory order each of the three words is a race."""
+    result = _run(_compile(folder, THREAD, RACES[name]), (3, 64, 2), 60)
+    assert result.returncode != 0
+    assert "data race" in result.stderr
+
+
+def test_a_lost_ring_is_counted(folder: Path) -> None:
+    """Control: if releases do not wake the call, its sleep's limit does, and that is noticed."""
+    deaf: Change = ("fabric/shm_publish.h", "publisher.ring();", "")
+    assert _late(_run(_compile(folder, PLAIN, deaf), (1, 64, 2), 16, pause=30_000)) > 2

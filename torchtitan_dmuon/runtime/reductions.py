@@ -1,0 +1,167 @@
+"""Gradients on their way: born in the pool, taken, summed (paper C.1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_dmuon.comm import Event
+from torchtitan_dmuon.runtime.group import Group
+from torchtitan_dmuon.runtime.pool import Pool, Space
+from torchtitan_dmuon.runtime.signatures import Counters, Signatures
+
+# Reductions in flight whose packed gradients are kept; one more waits for the oldest.
+_MAX_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Its end, what must stay alive until then, and whose it is."""
+
+    event: Event
+    packed: torch.Tensor
+    group: Group
+
+
+class Reductions:
+    """Starts the reductions of a model's groups and waits for them, the oldest first.
+
+    Args:
+        groups: Of the model.
+        pool: Where gradients lie, once it is open.
+    """
+
+    def __init__(self, groups: Sequence[Group], pool: Pool) -> None:
+        self._groups = list(groups)
+        self._pool = pool
+        self._flying: deque[_Reduction] = deque()
+        self._signatures: Signatures | None = None
+        # Groups whose places were given in the present backward.
+        self._entered: set[Group] = set()
+        self._keys: dict[Group, int] = {}
+        at = 0
+        for group in self._groups:
+            self._keys[group] = at
+            at += len(group.parameters)
+
+    def learn(self, device: torch.device) -> None:
+        """From now on, learn which allocations become gradients, and have them born in the pool."""
+        if self._signatures is None:
+            names = [entry.name for group in self._groups for entry in group.parameters]
+            self._signatures = Signatures(names, device)
+
+    def counters(self) -> Counters | None:
+        """How many gradients were born in their places so far; None if none can be."""
+        return self._signatures.counters() if self._signatures else None
+
+    def begin_backward(self) -> None:
+        """A backward begins, or another pass within one."""
+        self._entered.clear()
+        if self._signatures is not None:
+            self._signatures.begin()
+
+    def abort(self) -> None:
+        """What an earlier backward left is void."""
+        flying = {reduction.group for reduction in self._flying}
+        for group in self._groups:
+            if group not in flying:
+                self._pool.release(_place(group))
+
+    def begin(self, group: Group) -> None:
+        """Gradients of a group are about to be made, and will be summed: have its place free."""
+        self._make_room(group)
+        self._pool.acquire(_place(group))
+
+    def enter(self, call: int, groups: Sequence[Group]) -> None:
+        """Backward of a call of a layer begins: from here on its gradients are made."""
+        if self._signatures is None:
+            return
+        self._entered.update(groups)
+        places = {
+            self._keys[group] + index: memory
+            for group in groups
+            for index, memory in group.gradient_places().items()
+        }
+        self._signatures.enter(call, places)
+
+    def start(self, group: Group, *, sync: bool) -> None:
+        """Take a group's gradients, and send them to their owners if `sync`."""
+        in_place: set[int] = set()
+        if sync:
+            in_place = self._deliver(group)
+            self._make_room(group)
+        elif self._signatures is not None:
+            self._signatures.leave()
+        sent = group.take_gradients(sync=sync, in_place=in_place)
+        if sent is None:
+            self._pool.release(_place(group))
+            return
+        self._flying.append(_Reduction(*sent, group))
+
+    def bound(self) -> None:
+        """Wait for the oldest if there are too many."""
+        if len(self._flying) > _MAX_IN_FLIGHT:
+            self._finish_one()
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._flying:
+            self._finish_one()
+
+    def close(self) -> None:
+        """Learn nothing any more."""
+        if self._signatures is not None:
+            self._signatures.close()
+            self._signatures = None
+
+    def _finish_one(self) -> None:
+        done = self._flying.popleft()
+        done.event.wait()
+        self._pool.release(_place(done.group))
+
+    def _deliver(self, group: Group) -> set[int]:
+        """Return the parameters whose gradients were born in the group's place."""
+        if self._signatures is None:
+            return set()
+        self._signatures.leave()
+        first = self._keys[group]
+        found = self._signatures.deliver(
+            {first + i: group.parameters[i].parameter.grad for i in group.trainable()}
+        )
+        if found.occupied or group not in self._entered:
+            self._clear(group)
+        if self._pool.held(_place(group)) is None:
+            return set()
+        return {key - first for key in found.in_place}
+
+    def _make_room(self, group: Group) -> None:
+        """Have a group's place for itself: end the reductions that still read there."""
+        place = _place(group)
+        blocking = {index for _, index in self._pool.blocking(place)} | {group.index}
+        while any(reduction.group.index in blocking for reduction in self._flying):
+            self._finish_one()
+        # What is left is of groups whose backward has begun and not ended: an order that was not
+        # recorded. Their gradients go on in ordinary memory.
+        for other in self._pool.blocking(place):
+            self._clear(self._groups[other[1]])
+            self._pool.release(other)
+
+    def _clear(self, group: Group) -> None:
+        """Move gradients that live in a group's place to ordinary memory."""
+        memory = self._pool.held(_place(group))
+        if self._signatures is None or memory is None:
+            return
+        held = [p.parameter.grad for p in group.parameters if p.parameter.grad is not None]
+        if not self._signatures.vacate(memory, held):
+            raise RuntimeError(
+                f"{group.name}: its gradients are still being made where others are to be summed: "
+                "backward took an order that the second micro-batch did not have; give "
+                'communication="c10d"'
+            )
+
+
+def _place(group: Group) -> tuple[Space, int]:
+    return Space.GRADIENTS, group.index

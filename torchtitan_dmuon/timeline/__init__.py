@@ -1,0 +1,1 @@
+"""`dmuon timeline`: where the time of a training step went, from torch.profiler's traces."""
