@@ -21,12 +21,14 @@ from torchtitan.distributed.fsdp import (
 )
 from torchtitan.protocols.model_spec import ModelSpec
 
+from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.config.schema import Parallelism
 from torchtitan_dmuon.models.fused_qkv import fused_qkv_specs
 from torchtitan_dmuon.models.heads import head_specs
 from torchtitan_dmuon.models.init import init_through_owners
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.runtime.dedicate import Dedication, dedicate_params
+from torchtitan_dmuon.runtime.transport import OperatorsRefused
 
 
 def parallelize(
@@ -142,7 +144,8 @@ def _dedicate(
 ) -> Dedication:
     layers: Any = model.layers
     blocks = set(layers.values())
-    return dedicate_params(
+    give = functools.partial(
+        dedicate_params,
         model,
         mesh,
         hook_boundary_predicate=lambda name, module: module in blocks,
@@ -165,6 +168,10 @@ def _dedicate(
         gradient_divide_factor=1.0,
         timeout=timeout,
     )
+    try:
+        return give()
+    except OperatorsRefused as error:
+        raise ConfigError(f"parallelism.{error}") from None
 
 
 def _shard_the_rest(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from tests.runtime.harness import dedicate, full_weights, make_mesh, open_world
 from tests.runtime.models import FIXTURES
 from tests.worlds import pack, run_world, unpack
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
+from torchtitan_dmuon.runtime.copies import Copies
 from torchtitan_dmuon.runtime.pool import Space
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.slow]
@@ -52,17 +57,13 @@ class Job:
                 self.backward(step, micro, micro_batches)
         self.optimizer.step()
 
-    @property
-    def communicator(self) -> OperatorsCommunicator:
-        found = self.runtime.communicator
-        assert isinstance(found, OperatorsCommunicator)
-        return found
-
     def facts(self) -> dict[str, Any]:
         counters = self.runtime.hit_counters()
         ranges = self.runtime.pool.ranges
+        communicator = self.runtime.communicator
+        operated = communicator.operated if isinstance(communicator, OperatorsCommunicator) else {}
         return {
-            "operated": dict(self.communicator.operated),
+            "operated": dict(operated),
             "hits": counters and (counters.hits, counters.misses, counters.learned),
             "bytes": ranges and {space.value: n for space, n in ranges.space_bytes.items()},
             "places": ranges and len(ranges.offsets),
@@ -70,7 +71,8 @@ class Job:
 
     def end(self) -> dict[str, torch.Tensor]:
         weights = full_weights(self.model)
-        self.communicator.close()
+        assert self.runtime.communicator is not None
+        self.runtime.communicator.close()
         return weights
 
 
@@ -113,6 +115,57 @@ def interrupted(mesh: tuple[int, int]) -> Any:
     return job.facts(), job.end()
 
 
+def resumed(mesh: tuple[int, int]) -> Any:
+    """Saved with an open pool, loaded into another job, and into itself."""
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    job = Job(mesh)
+    for step in range(STEPS - 2):
+        job.step(step)
+    dmuon.save_checkpoint(folders[0], 1, job.model, job.optimizer)
+    job.step(STEPS)  # what is loaded replaces this step
+    dmuon.load_checkpoint(folders[0], job.model, job.optimizer)
+    other = Job(mesh)
+    dmuon.load_checkpoint(folders[0], other.model, other.optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
+    for step in range(STEPS - 2, STEPS):
+        job.step(step)
+        other.step(step)
+    return {"other": other.end(), **job.facts()}, job.end()
+
+
+def reordered(mesh: tuple[int, int], communication: str) -> Any:
+    """After the pool was planned, two forwards have one backward: more is in use at a time."""
+    job = Job(mesh, communication=communication)
+    for step in range(STEPS):
+        if step < STEPS - 2:
+            job.step(step)
+            continue
+        job.optimizer.zero_grad()
+        losses = [
+            job.fixture.loss(job.model, step, job.rank * 2 + half, job.size * 2, 2)
+            for half in range(2)
+        ]
+        torch.stack(losses).sum().backward()
+        job.optimizer.step()
+    return job.facts(), job.end()
+
+
+def late(mesh: tuple[int, int]) -> Any:
+    """Rank 0 is late when the pool opens: the others have updated before it has moved in."""
+    install = Copies.install
+
+    def slow(self: Copies, memory: torch.Tensor) -> None:
+        if dist.get_rank() == 0:
+            time.sleep(1)
+        install(self, memory)
+
+    with patch.object(Copies, "install", slow):
+        return plain(mesh)
+
+
 def held(mesh: tuple[int, int]) -> Any:
     """Somebody keeps gradients from a hook beyond the step: they do not change afterwards."""
     job = Job(mesh)
@@ -153,6 +206,10 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "recompute": (plain, ((2, 2),), {"fixture": "decoder", "recompute": "layer"}),
     "accumulate": (accumulating, ((2, 2), False), {}),
     "defer": (accumulating, ((2, 2), True), {}),
+    "late": (late, ((2, 2),), {}),
+    "resumed": (resumed, ((2, 2),), {}),
+    "reordered": (reordered, ((2, 2), "operators"), {}),
+    "reordered_c10d": (reordered, ((2, 2), "c10d"), {}),
     "interrupted": (interrupted, ((2, 2),), {}),
     "held": (held, ((2, 2),), {}),
     "in_pool": (in_pool, ((2, 2),), {}),
@@ -199,7 +256,7 @@ def test_no_signature_misses(name: str) -> None:
         assert misses == 0
 
 
-@pytest.mark.parametrize("other", ["copied", "zero2", "depth", "in_pool"])
+@pytest.mark.parametrize("other", ["copied", "zero2", "depth", "in_pool", "late"])
 def test_the_pool_changes_no_bit(other: str) -> None:
     """Where gradients are born, ZeRO-2 and prefetch depth change nothing (invariant I5)."""
     assert _same("plain", other)
@@ -244,6 +301,25 @@ def test_evaluation_failures_and_new_weights_between_steps() -> None:
         assert facts["operated"]["reduce_scatter_v"] > 0
     facts = _ranks()[0]["interrupted"][0]
     assert facts["operated"]["publish"] == STEPS - OPENED + 2, "new weights are published once more"
+
+
+def test_a_checkpoint_goes_on_in_another_job() -> None:
+    """Loaded into the job itself it goes on bit for bit as without; into a new one, which sums its
+    first micro-batches over collectives, within float32 rounding."""
+    facts, weights = _ranks()[0]["resumed"]
+    plain_weights = _ranks()[0]["plain"][1]
+    for name, value in weights.items():
+        assert torch.equal(value, plain_weights[name]), name
+        torch.testing.assert_close(facts["other"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_an_order_that_was_not_recorded() -> None:
+    """What does not fit the plan lives elsewhere for that time; the sums are those of line C."""
+    facts, weights = _ranks()[0]["reordered"]
+    others = _ranks()[0]["reordered_c10d"][1]
+    assert facts["operated"]["reduce_scatter_v"] > 0
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
 
 
 def test_kept_gradients_keep_their_values() -> None:

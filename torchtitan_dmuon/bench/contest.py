@@ -98,8 +98,9 @@ class Contender:
         sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
         return int(sequences * trainer.gradient_accumulation_steps * training.seq_len)
 
-    def settle(self, memory: PeakMemory, steps: int = 2) -> None:
-        """Take the first steps, in which state is made; note the memory of the heaviest rank.
+    def settle(self, memory: PeakMemory, steps: int = 3) -> None:
+        """Take the first steps, in which state and line D's pool are made; note the memory of the
+        heaviest rank.
 
         Args:
             memory: Opened before the trainer was built.

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torchtitan_dmuon.bench.contest import Contender
     from torchtitan_dmuon.config.manager import Job
 
-LineName = Literal["A", "B", "C", "torch"]
+LineName = Literal["A", "B", "C", "D", "torch"]
 ModeName = Literal["ddp", "fsdp_z2", "fsdp_z3", "hsdp_z2", "hsdp_z3"]
 
-SWITCHED_KEYS = {"line", "parallelism.mode", "optimizer.name"}
+SWITCHED_KEYS = {"line", "parallelism.mode", "parallelism.communication", "optimizer.name"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,17 +45,18 @@ class Options:
     1: slower than A). tokens_per_s: of all ranks together. peak_memory_mb: what the job adds to a
     process, state and buffers included, on the heaviest rank, in MiB; on a CPU from the resident
     set. bytes_sent: what all ranks together send in one step, counted by the kernel on their
-    connections (unknown with NCCL). final_loss: of the last step; lines that do the same arithmetic
-    agree on it.
+    connections (unknown with NCCL; line D's pool needs none on one machine). final_loss: of the
+    last step; lines that do the same arithmetic agree on it.
 
     Further options are those of run_train.sh: --section.key value changes the job of all lines,
     e.g. --model.flavor debug --optimizer.ns_steps 3.
     """
 
-    lines: list[LineName] = field(default_factory=lambda: ["A", "B", "C", "torch"])
+    lines: list[LineName] = field(default_factory=lambda: ["A", "B", "C", "D", "torch"])
     """
     Comma-separated. A: FSDP2 with AdamW. B: whole matrices are gathered and orthogonalized on every
-    rank. C: matrix owners. torch: torch.optim.Muon on FSDP2's DTensors.
+    rank. C: matrix owners. D: matrix owners over our operators. torch: torch.optim.Muon on FSDP2's
+    DTensors.
     """
 
     modes: list[ModeName] = field(
@@ -76,8 +77,11 @@ class Options:
     rounds: int = 5
     """Timed rounds."""
 
-    warmup_rounds: int = 1
-    """Rounds before them that are not timed."""
+    warmup_rounds: int = 3
+    """
+    Rounds before them that are not timed. Line D opens its pool in its second step: with fewer than
+    3 some of what is timed would be line C.
+    """
 
     steps: int = 1
     """Consecutive steps of one line in a round; from 2 on a publish can overlap a forward pass."""

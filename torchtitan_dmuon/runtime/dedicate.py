@@ -175,8 +175,7 @@ def dedicate_params(
             that is not there, is for another algorithm or lacks a shape.
         OSError: a cost table's file cannot be read.
         NotImplementedError: a selected parameter is a DTensor already.
-        CommunicationError: communication is "operators" and a rank cannot use them; the text says
-            why.
+        OperatorsRefused: communication is "operators" and a rank cannot use them; says why.
         RuntimeError: ranks computed different assignments or tables; both digests are named.
     """
     if sites_of(model):

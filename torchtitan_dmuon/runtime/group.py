@@ -213,16 +213,18 @@ class Group(ABC):
         return {s: part(flat, start, s.numel) for s, start in zip(segments, starts, strict=True)}
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return this rank's bytes by purpose: masters, copies, gradients, gathered, unsynced."""
+        """Return this rank's bytes by purpose: masters, copies, gradients, gathered, unsynced.
+
+        What lies in the pool is not among them.
+        """
         shared = {t.untyped_storage().data_ptr() for t in self.copies.values()}
         own = [t for t in self.masters.values() if t.untyped_storage().data_ptr() not in shared]
-        outside = not (self.resident or self._placed)
-        gathered = self.buffer.untyped_storage().nbytes() if outside else 0
+        elsewhere = not (self.resident or self._placed)
         return {
             "masters": _bytes(own),
-            "copies": _bytes(self.copies.values()),
-            "gradients": _bytes(self.gradients.values()),
-            "gathered": gathered,
+            "copies": _bytes(t for t in self.copies.values() if not self.pool.contains(t)),
+            "gradients": _bytes(t for t in self.gradients.values() if not self.pool.contains(t)),
+            "gathered": self.buffer.untyped_storage().nbytes() if elsewhere else 0,
             "unsynced": 0 if self._unsynced is None else _bytes([self._unsynced]),
         }
 

@@ -46,9 +46,12 @@ def open_pool(runtime: Runtime, record: Record) -> None:
     window_at = ranges.total
     copies_at = window_at + -(-windows.nbytes // ALIGNMENT) * ALIGNMENT
     memory = communicator.open(max(copies_at + copies.nbytes, ALIGNMENT))
-    runtime.pool.open(memory[:window_at], ranges)
+    runtime.pool.open(memory, ranges)
     windows.install(memory[window_at:copies_at])
     copies.install(memory[copies_at:])
+    # Invariant: every rank has moved its copies in before any publishes into them; a late move
+    # would bring the old weights back.
+    communicator.exchange(torch.zeros(1, device=communicator.device))
     _log(runtime, groups, ranges, windows, copies)
 
 

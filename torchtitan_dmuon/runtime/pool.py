@@ -155,7 +155,8 @@ class Pool:
         """Hand out places from now on. Nothing may be in use.
 
         Args:
-            memory: (ranges.total,) uint8 or more, the same on every rank.
+            memory: (ranges.total,) uint8, or more with what else lies in the window, the same on
+                every rank.
             ranges: The plan.
         """
         self._memory, self.ranges, self._record = memory, ranges, None
@@ -171,6 +172,11 @@ class Pool:
         assert self.ranges is not None
         offset = self.ranges.offsets[place]
         return self._memory[offset : offset + self.ranges.nbytes[place]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the window on this rank, without the kernels' rings; 0 before it is opened."""
+        return self._memory.numel()
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the pool."""

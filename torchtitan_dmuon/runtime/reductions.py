@@ -76,7 +76,7 @@ class Reductions:
         self._pool.acquire(_place(group))
 
     def enter(self, call: int, groups: Sequence[Group]) -> None:
-        """Backward of a call of a layer begins: from here on its gradients are made."""
+        """Backward of a call of a layer begins: its gradients may be born in the groups' places."""
         if self._signatures is None:
             return
         self._entered.update(groups)

@@ -211,7 +211,7 @@ class Runtime:
             self._warm = True
 
     def open_pool(self) -> None:
-        """Open the pool, once a micro-batch was recorded. Collective; between settle and update."""
+        """Open the pool once a micro-batch was recorded. Collective; between settle and update."""
         record = self.pool.recorded
         if self._open_pool is not None and record is not None:
             self._open_pool(self, record)
@@ -272,10 +272,9 @@ class Runtime:
     # -- backward ----------------------------------------------------------------------------
 
     def _on_backward(self, record: Pass, index: int, outputs: Any) -> bool:
-        """Be told when backward reaches a call's outputs.
+        """Be told when backward reaches a call's outputs. Returns whether they show tensors.
 
-        Returns whether they show tensors; not whether those need gradients, which may differ
-        between ranks.
+        Not whether those need gradients, which may differ between ranks.
         """
         visible = False
 
@@ -283,7 +282,9 @@ class Runtime:
             run = self._run(record)
             self._finish_newer(record)
             run.enter(len(run.stages) - 1 - index)
-            self._reductions.enter(index, record.calls[index].groups)
+            # Several passes in one backward: autograd may still add to what one of them has made.
+            alone = self._pending == [record]
+            self._reductions.enter(index, record.calls[index].groups if alone else ())
 
         for value in tree_flatten(outputs)[0]:
             if isinstance(value, torch.Tensor):
@@ -393,8 +394,7 @@ class Runtime:
     @property
     def publisher(self) -> Publisher | None:
         """What hands on the pieces of all groups, once the pool is open."""
-        found = (getattr(group, "publisher", None) for group in self.groups)
-        return next((publisher for publisher in found if publisher is not None), None)
+        return next((g.publisher for g in self.groups if getattr(g, "publisher", None)), None)
 
     def free_all(self) -> None:
         """Give up every gathered buffer, and let no publish still read what is about to change."""
@@ -477,12 +477,12 @@ class Runtime:
                 self.mark_stale()
 
     def hit_counters(self) -> Counters | None:
-        """Return how many gradients were born in the pool; None if none can be (see line D)."""
+        """Return how many gradients were born in the pool; None if none can be."""
         return self._reductions.counters()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return this rank's bytes by purpose, summed over groups; see `Group.memory_bytes`."""
-        total: dict[str, int] = {}
+        """Return this rank's bytes by purpose (`Group.memory_bytes`), and those of the pool."""
+        total = {"pool": self.pool.nbytes}
         for group in self.groups:
             for key, value in group.memory_bytes().items():
                 total[key] = total.get(key, 0) + value

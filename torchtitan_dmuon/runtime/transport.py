@@ -22,6 +22,10 @@ OpenCommunicator = Callable[
 ]
 
 
+class OperatorsRefused(CommunicationError):
+    """This job cannot use the operators; says which rank lacks what."""
+
+
 def open_communicator(
     communication: Communication | OpenCommunicator,
     mode: Mode,
@@ -40,7 +44,7 @@ def open_communicator(
 
     Raises:
         ValueError: mode "gather" with the operators.
-        CommunicationError: "operators", and a rank cannot use them; the text says why.
+        OperatorsRefused: "operators", and a rank cannot use them.
     """
     if callable(communication):
         return communication(grid, device, timeout)
@@ -53,7 +57,7 @@ def open_communicator(
     if refusal is None:
         return found
     if communication == "operators":
-        raise CommunicationError(
+        raise OperatorsRefused(
             f'communication="operators": {refusal}; "auto" takes "c10d" where they cannot run'
         )
     if found.rank == 0:
