@@ -26,6 +26,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import secrets
 import socket
 import statistics
@@ -53,6 +54,8 @@ WAYS = ("ours", "stream", "owners", "regular", "copy")
 KIB, MIB = 1 << 10, 1 << 20
 _COPY_BYTES = 64 * MIB
 """Each rank's copies go round in two buffers of this size, beyond any cache."""
+
+_MOST = {"kib": 1 << 22, "rounds": 10_000, "round_bytes": 1 << 40}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -374,8 +377,32 @@ def run_mesh(mesh: str, options: Options, report: Callable[[Line], None]) -> Non
             process.kill()
 
 
-def main() -> None:
+def check(options: Options) -> None:
+    """Raise ValueError, with the option's name, for what cannot be measured."""
+    for mesh in options.meshes:
+        sizes = [int(x) for x in mesh.split("x")] if re.fullmatch(r"\d{1,4}x\d{1,4}", mesh) else []
+        if not (sizes and 1 <= sizes[0] <= 1024 and 1 <= sizes[1] <= 72):
+            raise ValueError(
+                "--meshes: expected NODESxRANKS, 1 to 1024 nodes of 1 to 72 ranks, e.g. 2x4, got "
+                f'"{mesh}"'
+            )
+    numbers = {"kib": options.kib, "rounds": [options.rounds], "round_bytes": [options.round_bytes]}
+    for name, values in numbers.items():
+        for value in values:
+            if not 1 <= value <= _MOST[name]:
+                raise ValueError(f"--{name}: expected 1 to {_MOST[name]}, got {value}")
+    for name in ("meshes", "kib", "operations", "owners"):
+        if not getattr(options, name):
+            raise ValueError(f"--{name}: expected one or more")
+
+
+def main() -> int:
     options = tyro.cli(Options, description=__doc__)
+    try:
+        check(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     lines: list[Line] = []
 
     def report(line: Line) -> None:
@@ -390,6 +417,7 @@ def main() -> None:
         run_mesh(mesh, options, report)
     if options.json:
         print(json.dumps({"processors": os.cpu_count(), "lines": [asdict(x) for x in lines]}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ LEVELS = [
     },
     {"comm.operators"},
     {"comm.operators_communicator"},
-    {"runtime.group", "runtime.publisher"},
+    {"runtime.publisher"},
+    {"runtime.group"},
     {
         "runtime.site",
         "runtime.owner_group",

@@ -40,10 +40,11 @@ class CpuShim final : public c10::Allocator {
   void install() {
     c10::Allocator* present = c10::GetCPUAllocator();
     if (present == this) return;
-    TORCH_CHECK(inner_ == nullptr || present == inner_,
+    TORCH_CHECK(!installed_,
                 "allocation signatures: another CPU allocator was installed over theirs; install "
                 "it before the first runtime");
     inner_ = present;
+    installed_ = true;
     // torch keeps the allocator of the highest priority so far, and does not tell which that is.
     for (int priority = 0; c10::GetCPUAllocator() != this; ++priority) {
       TORCH_CHECK(priority <= std::numeric_limits<uint8_t>::max(),
@@ -55,11 +56,14 @@ class CpuShim final : public c10::Allocator {
 
   void uninstall() {
     // Who was installed later calls this one, and goes on doing so.
-    if (c10::GetCPUAllocator() == this) c10::SetCPUAllocator(inner_, priority_);
+    if (c10::GetCPUAllocator() != this) return;
+    c10::SetCPUAllocator(inner_, priority_);
+    installed_ = false;
   }
 
  private:
   c10::Allocator* inner_ = nullptr;
+  bool installed_ = false;
   uint8_t priority_ = 0;
 };
 

@@ -177,21 +177,23 @@ class CudaShim final : public caching::CUDAAllocator {
   void install() {
     CUDAAllocator* present = caching::get();
     if (present == this) return;
-    TORCH_CHECK(inner_ == nullptr || present == inner_,
+    TORCH_CHECK(!installed_,
                 "allocation signatures: another CUDA allocator was installed over theirs; install "
                 "it before the first runtime");
     inner_ = present;
+    installed_ = true;
     caching::allocator.store(this);
   }
 
   void uninstall() {
     // Who was installed later calls this one, and goes on doing so.
     CUDAAllocator* expected = this;
-    caching::allocator.compare_exchange_strong(expected, inner_);
+    installed_ = !caching::allocator.compare_exchange_strong(expected, inner_);
   }
 
  private:
   CUDAAllocator* inner_ = nullptr;
+  bool installed_ = false;
 };
 
 }  // namespace

@@ -70,21 +70,22 @@ int64_t open_table(at::Device device, int64_t keys) {
 
 void close_table(int64_t number) {
   std::shared_ptr<Signatures> closed;
-  Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
-  const auto found = all.open.find(number);
-  if (found == all.open.end()) return;
-  closed = std::move(found->second);
-  all.open.erase(found);
-  closed->table->begin();  // closes its scope, whichever thread opened it
-  if (uses(all, closed->device.type())) return;
-  if (closed->device.is_cpu()) {
-    CpuShim::get().uninstall();
-  } else {
+  {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    const auto found = all.open.find(number);
+    if (found == all.open.end()) return;
+    closed = std::move(found->second);
+    all.open.erase(found);
+    if (!uses(all, closed->device.type())) {
+      if (closed->device.is_cpu()) CpuShim::get().uninstall();
 #ifdef DMUON_CUDA
-    uninstall_cuda();
+      if (closed->device.is_cuda()) uninstall_cuda();
 #endif
+    }
   }
+  // Closes its scope, whichever thread opened it. Behind the lock: places are given up here.
+  closed->table->begin();
 }
 
 bool vacate(Signatures& signatures, const void* data, uint64_t bytes) {
@@ -135,7 +136,8 @@ void enter(int64_t number, int64_t layer, at::IntArrayRef keys, at::TensorList t
     check_place(*signatures, keys[i], tensors[i]);
     void* data = tensors[i].data_ptr();
     vacate(*signatures, data, tensors[i].nbytes());
-    places.push_back({keys[i], data, tensors[i].nbytes(), std::make_shared<at::Tensor>(tensors[i])});
+    places.push_back(
+        {keys[i], data, tensors[i].nbytes(), std::make_shared<at::Tensor>(tensors[i])});
     const std::lock_guard lock(signatures->mutex);
     signatures->dtypes[keys[i]] = tensors[i].scalar_type();
   }

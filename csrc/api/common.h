@@ -136,26 +136,46 @@ struct GroupTable {
   Dtype dtype;
   uint64_t buffer_bytes;
   uint64_t home_bytes;
+  bool in_place;  // each segment's home is its offset
   std::string label;
   Plan plan;
 };
 
-inline GroupTable make_table(const Channel& channel, const char* label, int32_t dtype,
-                             const dmuon_segment* segments, uint64_t count, uint64_t buffer_bytes,
-                             uint64_t home_bytes) {
+// Before anything is built of a table: what lies outside the window would be refused at each call.
+inline void check_inside(const dmuon_mesh& mesh, const dmuon_segment* segments, uint64_t count,
+                         bool homes) {
+  const auto check = [&](uint64_t i, const char* name, uint64_t begin, uint64_t bytes) {
+    if (begin <= mesh.user_bytes && bytes <= mesh.user_bytes - begin) return;
+    throw TableError("segment " + std::to_string(i) + ": " + name + " " + std::to_string(begin) +
+                         " and " + std::to_string(bytes) + " bytes end behind the window's " +
+                         std::to_string(mesh.user_bytes) + " bytes",
+                     i);
+  };
+  for (uint64_t i = 0; i < count; ++i) {
+    check(i, "offset", segments[i].offset, segments[i].bytes);
+    if (homes) check(i, "home", segments[i].home, segments[i].bytes);
+  }
+}
+
+inline GroupTable make_table(const Channel& channel, const dmuon_mesh& mesh, const char* label,
+                             int32_t dtype, const dmuon_segment* segments, uint64_t count,
+                             uint64_t buffer_bytes, uint64_t home_bytes) {
   const bool gather = channel.operation == Operation::all_gather_v;
   if (!gather && dtype != DMUON_BFLOAT16 && dtype != DMUON_FLOAT32) {
     refuse("dtype " + std::to_string(dtype) + ", expected 0 (bfloat16) or 1 (float32)");
   }
+  bool in_place = true;
   std::vector<Segment> table;
   table.reserve(count);
   for (uint64_t i = 0; i < count; ++i) {
     const dmuon_segment& s = segments[i];
     table.push_back({s.offset, s.home, s.bytes, s.node, s.rail});
+    in_place &= s.bytes == 0 || s.home == s.offset;
   }
   const uint32_t element = gather ? 1 : dtype == DMUON_BFLOAT16 ? 2 : 4;
   try {
-    return {channel.operation, static_cast<Dtype>(dtype), buffer_bytes, home_bytes, label,
+    check_inside(mesh, segments, count, !gather);
+    return {channel.operation, static_cast<Dtype>(dtype), buffer_bytes, home_bytes, in_place, label,
             Plan(channel, table, buffer_bytes, home_bytes, element)};
   } catch (const TableError& error) {
     refuse(std::string(name_of(channel.operation)) + " of " + label + ": " + error.what());
@@ -187,9 +207,17 @@ inline void check_place(const GroupTable& table, const dmuon_mesh& mesh, const c
 inline void check_places(const GroupTable& table, const dmuon_mesh& mesh, uint64_t buffer,
                          uint64_t home) {
   check_place(table, mesh, "buffer", buffer, table.buffer_bytes);
-  if (table.operation == Operation::reduce_scatter_v) {
-    check_place(table, mesh, "reduced buffer", home, table.home_bytes);
-  }
+  if (table.operation != Operation::reduce_scatter_v) return;
+  check_place(table, mesh, "reduced buffer", home, table.home_bytes);
+  // Invariant: a sum is written while other sums are still read: at the same bytes only if they are
+  // its own addends.
+  const bool apart = home >= buffer + table.buffer_bytes || buffer >= home + table.home_bytes;
+  if (apart || (home == buffer && table.in_place)) return;
+  refuse(std::string(name_of(table.operation)) + " of " + table.label + ": the reduced buffer, " +
+         std::to_string(table.home_bytes) + " bytes at " + std::to_string(home) +
+         ", overlaps the buffer, " + std::to_string(table.buffer_bytes) + " bytes at " +
+         std::to_string(buffer) +
+         "; they may be one only if each segment's home is its offset");
 }
 
 // One line that says where a call of `mesh.rank` stood still.

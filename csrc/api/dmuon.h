@@ -25,7 +25,7 @@ enum {
   DMUON_BAD_ARGUMENT = -1, /* the text names the argument or segment, and what is accepted */
   DMUON_SYSTEM = -2,       /* the operating system, CUDA or NCCL refused; the text says what */
   DMUON_TIMEOUT = -3,      /* a rank did not come; the text names whom and what was awaited */
-  DMUON_BROKEN = -4        /* an earlier call failed: ranks no longer agree on what was moved */
+  DMUON_BROKEN = -4        /* ranks do not agree on the call, or an earlier one failed */
 };
 
 /* Operations; groups are made for the first two. */
@@ -73,8 +73,9 @@ const char* dmuon_error(void);
 /* The caller's memory in the window: `bytes` at `pointer`. Offsets count from `pointer`. */
 int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes);
 
-/* Freeze a group's table. All ranks create the same groups. Nothing is sent.
- *   label: names the group in errors; copied.
+/* Freeze a group's table. All ranks create the same groups. Nothing is sent. Segments lie inside
+ * the window.
+ *   label: names the group in errors, and is the same on every rank; copied.
  *   dtype: of the elements; a gather moves bytes and ignores it.
  *   buffer_bytes: of the group's buffer; segments lie inside it.
  *   home_bytes: of the owner's reduced buffer, at every owner the same; a gather ignores it. */
@@ -82,10 +83,15 @@ int dmuon_group_create(dmuon_communicator* communicator, const char* label, int3
                        int32_t dtype, const dmuon_segment* segments, uint64_t count,
                        uint64_t buffer_bytes, uint64_t home_bytes, dmuon_group** group);
 
+/* Whether dmuon_call takes these places: DMUON_OK or DMUON_BAD_ARGUMENT. Starts nothing. */
+int dmuon_check(const dmuon_group* group, uint64_t buffer, uint64_t home);
+
 /* Run the group's operation on the buffer at `buffer` and, for a reduction, into the reduced buffer
- * at `home`: window offsets, multiples of 16. `buffer` is the same on every rank, `home` too. All
- * ranks make the calls of one operation in the same order. shm: runs to the end in the calling
- * thread, `stream` is null. gin: enqueues on the CUDA stream and returns. */
+ * at `home`: window offsets, multiples of 16. They overlap only if they are one and each segment's
+ * home is its offset. `buffer` is the same on every rank, `home` too. All ranks make the calls of
+ * one operation in the same order. shm: runs to the end in the calling thread, `stream` is null;
+ * ranks that disagree about a call get DMUON_BROKEN. gin: enqueues on the CUDA stream and returns;
+ * nothing compares the calls. */
 int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream);
 
 /* Freeze the table of a publish: what each owner of this rank's rail copies to the same place on the
@@ -135,8 +141,16 @@ int dmuon_close(dmuon_communicator* communicator);
 
 /* Open a communicator over POSIX shared memory of this machine. Collective.
  *   job: 1 to 64 letters, digits or hyphens, the same on all ranks and unique among the running
- *     communicators of this user. */
-int dmuon_shm_open(const char* job, const dmuon_mesh* mesh, dmuon_communicator** communicator);
+ *     communicators of this user.
+ *   stop: another thread makes it other than 0 to end the opening; may be null. */
+int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
+                   dmuon_communicator** communicator);
+
+/* shm: dmuon_call that can be interrupted. `*paused` is 0 at first. If it is 1 afterwards, the call
+ * has not ended: a signal handler may have run while it slept. The same function, with the same
+ * arguments, lets it go on; dmuon_shm_give_up ends it, and later calls of the operation fail. */
+int dmuon_shm_call(dmuon_group* group, uint64_t buffer, uint64_t home, int32_t* paused);
+int dmuon_shm_give_up(dmuon_group* group);
 
 /* Open a communicator between GPUs, over NCCL's device API. Collective.
  *   id: 128 bytes that one rank got from dmuon_gin_unique_id and gave to all.

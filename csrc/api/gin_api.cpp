@@ -109,8 +109,8 @@ int dmuon_group_create(dmuon_communicator* communicator, const char* label, int3
     const dmuon::OnDevice here(communicator->device);
     std::unique_ptr<dmuon_group> made(new dmuon_group{
         communicator,
-        dmuon::make_table(communicator->lanes[operation].channel, label, dtype, segments, count,
-                          buffer_bytes, home_bytes),
+        dmuon::make_table(communicator->lanes[operation].channel, communicator->mesh, label, dtype,
+                          segments, count, buffer_bytes, home_bytes),
         {},
         {}});
     const dmuon::PlanImage image(made->table.plan.view());
@@ -119,6 +119,13 @@ int dmuon_group_create(dmuon_communicator* communicator, const char* label, int3
     made->plan = image.at(made->memory.as<char>());
     ++communicator->groups;
     *group = made.release();
+    return DMUON_OK;
+  });
+}
+
+int dmuon_check(const dmuon_group* group, uint64_t buffer, uint64_t home) {
+  return dmuon::guarded([&] {
+    dmuon::check_places(group->table, group->communicator->mesh, buffer, home);
     return DMUON_OK;
   });
 }

@@ -90,8 +90,8 @@ int add_table(dmuon_loopback& l, const char* label, int32_t operation, int32_t d
   check_operation(operation);
   Table table{label, static_cast<Operation>(operation), {}, {}};
   for (int rank = 0; rank < l.ranks(); ++rank) {
-    table.frozen.push_back(make_table(l.lanes[operation][rank].channel, label, dtype, segments,
-                                      count, buffer_bytes, home_bytes));
+    table.frozen.push_back(make_table(l.lanes[operation][rank].channel, l.mesh, label, dtype,
+                                      segments, count, buffer_bytes, home_bytes));
     const PlanImage image(table.frozen.back().plan.view());
     DeviceMemory memory(image.bytes().size());
     memory.write(0, image.bytes().data(), image.bytes().size());

@@ -6,7 +6,6 @@
 
 #include "../core/allgatherv.h"
 #include "../core/reducescatterv.h"
-#include "../fabric/shm_run.h"
 #include "dmuon.h"
 #include "shm_communicator.h"
 
@@ -32,6 +31,9 @@ int spins_for(int ranks) {
 struct dmuon_group {
   dmuon_communicator* communicator;
   dmuon::GroupTable table;
+  uint64_t digest;  // what ranks compare of it
+
+  dmuon::Lane& lane() const { return communicator->lanes[static_cast<int>(table.operation)]; }
 };
 
 namespace dmuon {
@@ -58,7 +60,7 @@ std::vector<int> peers_of(const dmuon_mesh& mesh) {
   return peers;
 }
 
-void open(const std::string& job, dmuon_communicator& c) {
+void open(const std::string& job, const int32_t* stop, dmuon_communicator& c) {
   const dmuon_mesh& mesh = c.mesh;
   WindowLayout layout(mesh);
   uint64_t words_bytes = 0;
@@ -75,7 +77,7 @@ void open(const std::string& job, dmuon_communicator& c) {
                 mesh.nodes, mesh.rails, mesh.gather_nodes,
                 static_cast<unsigned long long>(mesh.user_bytes), mesh.chunk_bytes, mesh.slots);
   c.pool = std::make_unique<ShmPool>(job, mesh.rank, peers_of(mesh), words_bytes + layout.bytes(),
-                                     settings, mesh.timeout_seconds);
+                                     settings, mesh.timeout_seconds, stop);
   uint64_t words = 0;
   for (Lane& lane : c.lanes) {
     const Channel& channel = lane.shm.channel;
@@ -89,38 +91,96 @@ void open(const std::string& job, dmuon_communicator& c) {
     for (int r = 0; r < channel.nodes; ++r) lane.shm.nodes.push_back(view(r, channel.rail));
     lane.shm.cursors.resize(channel.cursors());
     lane.shm.counters.resize(channel.counters());
+    lane.shm.compared.resize(channel.signals());
     words += ShmWords::bytes(channel);
   }
   c.streams.resize(c.lanes[static_cast<int>(Operation::publish)].shm.channel.nodes);
 }
 
 template <class Operator>
-int run(const GroupTable& table, const dmuon_communicator& c, Lane& lane, uint64_t buffer,
-        uint64_t home) {
+class RunningOf : public RunningCall {
+ public:
+  RunningOf(ShmChannel& channel, const Call& call, bool streaming, const ShmTag& tag)
+      : call_(call), tag_(tag), run_(channel, call_, 0, call.plan.groups, streaming, tag) {}
+  ShmEnd run(double limit_seconds, int spins, bool pausing) override {
+    return run_.run(limit_seconds, spins, pausing);
+  }
+  const ShmTag& tag() const override { return tag_; }
+
+ private:
+  const Call call_;
+  const ShmTag tag_;
+  ShmRun<Operator> run_;
+};
+
+void begin(const dmuon_group& group, Lane& lane, uint64_t buffer, uint64_t home) {
+  const GroupTable& table = group.table;
+  const dmuon_mesh& mesh = group.communicator->mesh;
   const PlanView plan = table.plan.view();
   ++lane.calls;
   lane.groups += plan.groups;
   const Call call{plan,        lane.shm.channel, buffer,     home,
                   table.dtype, lane.calls,       lane.groups};
-  const uint64_t ranks = static_cast<uint64_t>(c.mesh.nodes) * c.mesh.rails;
+  const uint64_t ranks = static_cast<uint64_t>(mesh.nodes) * mesh.rails;
   const bool streaming = table.buffer_bytes * ranks > kCacheBytes;
-  ShmRun<Operator> runner(lane.shm, call, 0, plan.groups, streaming);
-  const ShmEnd end = runner.run(c.mesh.timeout_seconds, c.spins);
-  if (end.ended) return DMUON_OK;
-  lane.report = {static_cast<int32_t>(end.stuck.wait), end.stuck.queue, end.stuck.peer, end.group,
-                 end.stuck.chunk, lane.calls};
-  lane.text = describe(c.mesh, table.operation, table.label, lane.report);
-  return fail(DMUON_TIMEOUT, lane.text);
+  const ShmTag tag = tag_of(table, group.digest, buffer, home);
+  if (table.operation == Operation::all_gather_v) {
+    lane.running = std::make_unique<RunningOf<AllGatherV>>(lane.shm, call, streaming, tag);
+  } else {
+    lane.running = std::make_unique<RunningOf<ReduceScatterV>>(lane.shm, call, streaming, tag);
+  }
 }
 
-int call(const GroupTable& table, dmuon_communicator& c, uint64_t buffer, uint64_t home) {
-  check_places(table, c.mesh, buffer, home);
-  Lane& lane = c.lanes[static_cast<int>(table.operation)];
-  const LaneUse use(lane, std::string(name_of(table.operation)) + " of " + table.label);
+// Runs the lane's call on. paused: null: to its end; else set to whether it paused.
+int go_on(const dmuon_group& group, Lane& lane, int32_t* paused) {
+  dmuon_communicator& c = *group.communicator;
+  const ShmEnd end = lane.running->run(c.mesh.timeout_seconds, c.spins, paused != nullptr);
+  if (end.paused) {
+    *paused = 1;
+    return DMUON_OK;
+  }
+  if (paused != nullptr) *paused = 0;
+  const std::unique_ptr<RunningCall> running = std::move(lane.running);
+  if (!end.ended) {
+    lane.report = {static_cast<int32_t>(end.stuck.wait), end.stuck.queue, end.stuck.peer, end.group,
+                   end.stuck.chunk, lane.calls};
+    lane.text = end.disagreement.found
+                    ? describe(c.mesh, group.table, lane.calls, running->tag(), end.disagreement,
+                               c.names)
+                    : describe(c.mesh, group.table.operation, group.table.label, lane.report);
+  }
+  // Invariant: all of the lane is written before: another thread may take it now.
+  lane.busy = false;
+  if (end.ended) return DMUON_OK;
+  return fail(end.disagreement.found ? DMUON_BROKEN : DMUON_TIMEOUT, lane.text);
+}
+
+int call(const dmuon_group& group, uint64_t buffer, uint64_t home, int32_t* paused) {
+  const GroupTable& table = group.table;
+  const std::string where = std::string(name_of(table.operation)) + " of " + table.label;
+  Lane& lane = group.lane();
+  if (paused != nullptr && *paused != 0) {
+    if (lane.running == nullptr) refuse(where + ": no call has paused");
+    return go_on(group, lane, paused);
+  }
+  check_places(table, group.communicator->mesh, buffer, home);
+  LaneUse use(lane, where);
   if (!lane.text.empty()) return fail(DMUON_BROKEN, "after a failed call: " + lane.text);
-  return table.operation == Operation::all_gather_v
-             ? run<AllGatherV>(table, c, lane, buffer, home)
-             : run<ReduceScatterV>(table, c, lane, buffer, home);
+  begin(group, lane, buffer, home);
+  use.keep();
+  return go_on(group, lane, paused);
+}
+
+// A call that has paused does not go on: the other ranks wait for it until their limit.
+void give_up(const dmuon_group& group) {
+  Lane& lane = group.lane();
+  if (lane.running == nullptr) return;
+  lane.running.reset();
+  lane.report = {0, -1, -1, -1, 0, lane.calls};
+  lane.text = std::string(name_of(group.table.operation)) + " of " + group.table.label + ": rank " +
+              std::to_string(group.communicator->mesh.rank) + " was interrupted in call " +
+              std::to_string(lane.calls);
+  lane.busy = false;
 }
 
 }  // namespace
@@ -130,7 +190,8 @@ extern "C" {
 
 const char* dmuon_error(void) { return dmuon::last_error().c_str(); }
 
-int dmuon_shm_open(const char* job, const dmuon_mesh* mesh, dmuon_communicator** communicator) {
+int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
+                   dmuon_communicator** communicator) {
   return dmuon::guarded([&] {
     auto c = std::make_unique<dmuon_communicator>();
     c->mesh = *mesh;
@@ -140,7 +201,7 @@ int dmuon_shm_open(const char* job, const dmuon_mesh* mesh, dmuon_communicator**
     dmuon::check_mesh(c->mesh);
     c->spins = dmuon::spins_for(mesh->nodes * mesh->rails);
     try {
-      dmuon::open(job, *c);
+      dmuon::open(job, stop, *c);
     } catch (const dmuon::ShmTimeout& error) {
       return dmuon::fail(DMUON_TIMEOUT, error.what());
     }
@@ -162,9 +223,20 @@ int dmuon_group_create(dmuon_communicator* communicator, const char* label, int3
   return dmuon::guarded([&] {
     dmuon::check_operation(operation);
     *group = new dmuon_group{
-        communicator, dmuon::make_table(communicator->lanes[operation].shm.channel, label, dtype,
-                                        segments, count, buffer_bytes, home_bytes)};
+        communicator,
+        dmuon::make_table(communicator->lanes[operation].shm.channel, communicator->mesh, label,
+                          dtype, segments, count, buffer_bytes, home_bytes),
+        dmuon::digest_of(static_cast<dmuon::Operation>(operation), label, dtype, segments, count,
+                         buffer_bytes, home_bytes)};
+    communicator->names.add(label);
     ++communicator->groups;
+    return DMUON_OK;
+  });
+}
+
+int dmuon_check(const dmuon_group* group, uint64_t buffer, uint64_t home) {
+  return dmuon::guarded([&] {
+    dmuon::check_places(group->table, group->communicator->mesh, buffer, home);
     return DMUON_OK;
   });
 }
@@ -172,7 +244,18 @@ int dmuon_group_create(dmuon_communicator* communicator, const char* label, int3
 int dmuon_call(dmuon_group* group, uint64_t buffer, uint64_t home, void* stream) {
   return dmuon::guarded([&] {
     if (stream != nullptr) dmuon::refuse("shm has no streams: stream must be null");
-    return dmuon::call(group->table, *group->communicator, buffer, home);
+    return dmuon::call(*group, buffer, home, nullptr);
+  });
+}
+
+int dmuon_shm_call(dmuon_group* group, uint64_t buffer, uint64_t home, int32_t* paused) {
+  return dmuon::guarded([&] { return dmuon::call(*group, buffer, home, paused); });
+}
+
+int dmuon_shm_give_up(dmuon_group* group) {
+  return dmuon::guarded([&] {
+    dmuon::give_up(*group);
+    return DMUON_OK;
   });
 }
 

@@ -7,18 +7,27 @@
 #include <vector>
 
 #include "../core/publish.h"
-#include "../fabric/shm.h"
 #include "../fabric/shm_pool.h"
-#include "common.h"
+#include "../fabric/shm_run.h"
+#include "shm_agreement.h"
 
 namespace dmuon {
+
+// A call that was begun. One that pauses stays in its lane until it goes on.
+class RunningCall {
+ public:
+  virtual ~RunningCall() = default;
+  virtual ShmEnd run(double limit_seconds, int spins, bool pausing) = 0;
+  virtual const ShmTag& tag() const = 0;
+};
 
 // One operation's channel and the numbers that order its calls.
 struct Lane {
   ShmChannel shm;
   uint64_t calls = 0;
   uint64_t groups = 0;
-  std::atomic<bool> busy{false};
+  std::atomic<bool> busy{false};  // a call runs, or has paused
+  std::unique_ptr<RunningCall> running;
   dmuon_stuck_report report{0, -1, -1, -1, 0, 0};
   std::string text;  // of the failure; empty: none
 };
@@ -32,12 +41,17 @@ class LaneUse {
                     "have one order");
     }
   }
-  ~LaneUse() { lane_.busy = false; }
+  ~LaneUse() {
+    if (!kept_) lane_.busy = false;
+  }
+  // Whoever ends the call frees the lane.
+  void keep() { kept_ = true; }
   LaneUse(const LaneUse&) = delete;
   LaneUse& operator=(const LaneUse&) = delete;
 
  private:
   Lane& lane_;
+  bool kept_ = false;
 };
 
 }  // namespace dmuon
@@ -49,4 +63,5 @@ struct dmuon_communicator {
   dmuon::Lane lanes[dmuon::kChannels];
   std::vector<dmuon::PublishCursor> streams;  // of the publish, one per node
   std::atomic<int> groups{0};                 // and publishes
+  dmuon::GroupNames names;
 };

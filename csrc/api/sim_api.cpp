@@ -1,5 +1,5 @@
 // C ABI of the simulator. Functions return 0, or -1 for bad arguments, -2 for what a run found
-// wrong; dmuon_error() then says what.
+// wrong, -3 if the run was given up; dmuon_error() of the same thread then says what.
 #include <string>
 #include <vector>
 
@@ -19,6 +19,9 @@ int guarded(const uint64_t& seed, Work work) {
   } catch (const dmuon::sim::Violation& e) {
     error = "seed " + std::to_string(seed) + ": " + e.what();
     return -2;
+  } catch (const dmuon::sim::Stopped& e) {
+    error = e.what();
+    return -3;
   } catch (const std::exception& e) {
     error = e.what();
     return -1;
@@ -57,10 +60,11 @@ static void write_ranks(const dmuon::sim::Result& result, uint64_t* links, doubl
 //   links: 4 words per rank: NIC out, NIC in, NVLink out, NVLink in
 //   rank_us: one per rank
 //   make_actor: dmuon_sim_make_actor of another library, whose protocol is driven; or null
+//   watch: for another thread; or null
 int dmuon_sim_run(const dmuon::sim::Config* config, const dmuon::Segment* segments,
                   const uint64_t* counts, uint64_t call_count, uint64_t schedules,
                   dmuon_sim_summary* summary, uint64_t* links, double* rank_us,
-                  dmuon::sim::MakeActor make_actor) {
+                  dmuon::sim::MakeActor make_actor, dmuon::sim::Watch* watch) {
   dmuon::sim::Config one = *config;
   return guarded(one.seed, [&] {
     std::vector<std::vector<dmuon::Segment>> calls;
@@ -71,7 +75,7 @@ int dmuon_sim_run(const dmuon::sim::Config* config, const dmuon::Segment* segmen
     *summary = {};
     for (uint64_t i = 0; i < schedules; ++i, ++one.seed) {
       const dmuon::sim::Result result =
-          dmuon::sim::run(one, calls, make_actor ? make_actor : dmuon_sim_make_actor);
+          dmuon::sim::run(one, calls, make_actor ? make_actor : dmuon_sim_make_actor, watch);
       *summary = {result.us, summary->steps + result.steps, result.groups, result.star};
       if (i + 1 == schedules) write_ranks(result, links, rank_us);
     }
@@ -83,7 +87,7 @@ int dmuon_sim_run(const dmuon::sim::Config* config, const dmuon::Segment* segmen
 int dmuon_sim_publish(const dmuon::sim::PublishConfig* config, const dmuon::Segment* tasks,
                       const double* ready_us, uint64_t count, uint64_t schedules,
                       dmuon_sim_summary* summary, uint64_t* links, double* rank_us,
-                      dmuon::sim::MakePublishActor make_actor) {
+                      dmuon::sim::MakePublishActor make_actor, dmuon::sim::Watch* watch) {
   dmuon::sim::PublishConfig one = *config;
   return guarded(one.seed, [&] {
     const std::vector<dmuon::Segment> table(tasks, tasks + count);
@@ -91,7 +95,7 @@ int dmuon_sim_publish(const dmuon::sim::PublishConfig* config, const dmuon::Segm
     *summary = {};
     for (uint64_t i = 0; i < schedules; ++i, ++one.seed) {
       const dmuon::sim::Result result = dmuon::sim::run_publish(
-          one, table, ready, make_actor ? make_actor : dmuon_sim_make_publish_actor);
+          one, table, ready, make_actor ? make_actor : dmuon_sim_make_publish_actor, watch);
       *summary = {result.us, summary->steps + result.steps, result.groups, result.star};
       if (i + 1 == schedules) write_ranks(result, links, rank_us);
     }

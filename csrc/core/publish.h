@@ -20,7 +20,7 @@ namespace dmuon {
 // What one source publishes at a time: released as a whole, flagged as a whole.
 struct PublishTask {
   uint64_t offset;     // in the buffer; a multiple of kAlignment
-  uint64_t bytes;      // a multiple of kAlignment, at least one tile's share of it: never 0
+  uint64_t bytes;      // a multiple of kAlignment, never 0
   uint32_t first_tile; // in the source's stream
   uint32_t number;     // in the caller's table
 };
@@ -58,8 +58,8 @@ struct PublishCursor {
   uint32_t open;      // 1: something of the present call is left to do
 };
 
-// An acknowledgement stands for so many tiles. Invariant: at most kPublishTiles, so whoever waits for
-// one has put enough tiles for it to be sent.
+// An acknowledgement stands for so many tiles. Invariant: at most as many as may be on their way, so
+// whoever waits for one has put enough tiles for it to be sent.
 DMUON_HD inline uint64_t tiles_per_ack(const Channel& channel) {
   return channel.slots < 4 ? 1 : channel.slots / 4;
 }
@@ -71,8 +71,8 @@ DMUON_HD inline Route publish_route(const Channel& channel, int source) {
 // Drives all streams of one call. Beside the fabric of fabric.h:
 //   uint64_t released()       own tasks of the table that are final, over all steps; acquires what
 //                             was written before the releases
-//   void flag(number, step)   task `number` of step `step` is in this rank's copy; releases what the
-//                             group knows to have arrived
+//   void flag(number, step)   task `number` of step `step` is in this rank's copy; releases what
+//                             the group knows to have arrived
 template <class Fabric>
 class PublishGroup {
  public:
@@ -171,8 +171,8 @@ class PublishGroup {
     ++cursor.arriving;
   }
 
-  // Put the next tile to the next node. Its copy may be written: by the step rule nobody there reads
-  // the last step's any more, and its own puts from there had ended when its call did.
+  // Put the next tile to the next node. Its copy may be written: by the step rule nobody there
+  // reads the last step's any more, and its own puts from there had ended when its call did.
   DMUON_HD bool pass_on(Fabric& fabric, int source, const Route& route, PublishCursor& cursor) {
     if (route.targets == 0 || cursor.sent >= cursor.ready) return false;
     const Channel& channel = call_.channel;

@@ -134,22 +134,4 @@ class GinFabric : public NodeFabric<GinMemory> {
   const Channel& channel_;
 };
 
-// What a publish adds; its control words lie in this GPU's memory and no other rank sees them.
-class GinPublishFabric : public GinFabric {
- public:
-  DMUON_DEVICE GinPublishFabric(const ncclDevComm& communicator, const GinChannel& gin,
-                                const Channel& channel, const PublishControl& control)
-      : GinFabric(communicator, gin, channel), control_(control) {}
-
-  DMUON_DEVICE uint64_t released() { return poll(reinterpret_cast<char*>(control_.released)); }
-
-  DMUON_DEVICE void flag(uint32_t number, uint64_t step) {
-    // Invariant: thread 0 acquired every arrival of the task itself, so its release covers them.
-    if (thread() == 0) store_release(control_.flags + number, step);
-  }
-
- private:
-  const PublishControl& control_;
-};
-
 }  // namespace dmuon

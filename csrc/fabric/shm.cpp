@@ -27,13 +27,14 @@ void ShmBell::ring() {
   futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-bool ShmBell::sleep(uint32_t seen, double seconds) {
+ShmBell::Slept ShmBell::sleep(uint32_t seen, double seconds) {
   timespec limit;
   limit.tv_sec = static_cast<time_t>(seconds);
   limit.tv_nsec = static_cast<long>((seconds - static_cast<double>(limit.tv_sec)) * 1e9);
-  // Returns at once if `rings` is not `seen` any more; a signal handler's interruption counts as a
-  // ring, the caller looks again anyway.
-  return futex(&rings, FUTEX_WAIT, seen, &limit) == 0 || errno != ETIMEDOUT;
+  // Returns at once if `rings` is not `seen` any more.
+  if (futex(&rings, FUTEX_WAIT, seen, &limit) == 0) return Slept::rung;
+  if (errno == EINTR) return Slept::interrupted;
+  return errno == ETIMEDOUT ? Slept::late : Slept::rung;
 }
 
 void stream_copy(std::byte* to, const std::byte* from, size_t n) {

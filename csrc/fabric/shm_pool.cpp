@@ -8,22 +8,30 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+
+#include "../core/types.h"
 
 namespace dmuon {
 namespace {
 
 constexpr char kFolder[] = "/dev/shm";
-constexpr size_t kHeaderBytes = 4096;
+constexpr size_t kHeaderBytes = 8192;
+// Of a node and of a rail, without the rank itself.
+constexpr int kMaxPeers = kMaxRails + kMaxNodes - 2;
+constexpr int kNamed = 8;  // ranks in an error
 
 struct Header {
   std::atomic<uint32_t> ready;   // 1: the rest is written
   std::atomic<uint32_t> mapped;  // peers that have this memory
   char settings[256];
+  std::atomic<int32_t> who[kMaxPeers];  // they, in the order in which they came: rank + 1
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -35,10 +43,12 @@ double now() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// Others are being started meanwhile: nobody is in a hurry here.
-void nap() {
-  const timespec time{0, 500'000};
-  nanosleep(&time, nullptr);
+// Rounded up where it is what is needed, down where it is what is there.
+std::string mebibytes(double bytes, bool up) {
+  const double tenths = bytes / (1 << 20) * 10;
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f MiB", (up ? std::ceil(tenths) : std::floor(tenths)) / 10);
+  return text;
 }
 
 std::string prefix() { return "/dmuon-" + std::to_string(getuid()) + "-"; }
@@ -102,17 +112,24 @@ void remove_stale() {
 }  // namespace
 
 ShmPool::ShmPool(const std::string& job, int rank, const std::vector<int>& peers, uint64_t bytes,
-                 const std::string& settings, double timeout_seconds)
-    : rank_(rank), bytes_(kHeaderBytes + bytes), settings_(settings), timeout_(timeout_seconds) {
+                 const std::string& settings, double timeout_seconds, const int32_t* stop)
+    : job_(job),
+      rank_(rank),
+      bytes_(kHeaderBytes + bytes),
+      settings_(settings),
+      timeout_(timeout_seconds),
+      stop_(stop) {
   const double deadline = now() + timeout_seconds;
   remove_stale();
   try {
     create(name_of(job, rank));
-    for (const int peer : peers) attach(job, peer, deadline);
-    wait_until_mapped(peers.size(), deadline);
+    for (const int peer : peers) attach(peer, deadline);
+    wait_until_mapped(peers, deadline);
     if (!disagreement_.empty()) throw ShmError(disagreement_);
   } catch (...) {
     release();
+    // Whoever was killed meanwhile cannot: those who waited for it remove what it left.
+    remove_stale();
     throw;
   }
   shm_unlink(name_.c_str());
@@ -121,7 +138,12 @@ ShmPool::ShmPool(const std::string& job, int rank, const std::vector<int>& peers
   file_ = -1;
 }
 
-ShmPool::~ShmPool() { release(); }
+ShmPool::~ShmPool() {
+  release();
+  // A rank that was killed between the others' mapping and its own end of the opening has left a
+  // name, which they have not seen before.
+  remove_stale();
+}
 
 std::byte* ShmPool::memory(int rank) const {
   for (const Mapping& mapping : mappings_) {
@@ -161,10 +183,10 @@ void ShmPool::create(const std::string& name) {
     struct statvfs space {};
     statvfs(kFolder, &space);
     throw ShmError(std::string(kFolder) + ": rank " + std::to_string(rank_) + " needs " +
-                   std::to_string(bytes_ >> 20) + " MiB, " +
-                   std::to_string((space.f_bavail * space.f_frsize) >> 20) + " MiB are free (" +
-                   std::strerror(error) + "); ask for a smaller window, or give it more " +
-                   "(docker run --shm-size, mount -o remount,size=... /dev/shm)");
+                   mebibytes(static_cast<double>(bytes_), true) + ", " +
+                   mebibytes(static_cast<double>(space.f_bavail * space.f_frsize), false) +
+                   " are free (" + std::strerror(error) + "); ask for a smaller window, or give " +
+                   "it more (docker run --shm-size, mount -o remount,size=... /dev/shm)");
   }
   mappings_.push_back({rank_, map(file_, name)});
   Header* header = header_of(mappings_[0].start);
@@ -178,14 +200,27 @@ std::byte* ShmPool::map(int file, const std::string& name) {
   return static_cast<std::byte*>(start);
 }
 
-void ShmPool::attach(const std::string& job, int peer, double deadline) {
-  const std::string name = name_of(job, peer);
+// Others are being started meanwhile: nobody is in a hurry here.
+void ShmPool::nap() const {
+  if (stop_ != nullptr && __atomic_load_n(stop_, __ATOMIC_RELAXED) != 0) {
+    throw ShmTimeout("shared memory of job " + job_ + ": the opening was stopped");
+  }
+  const timespec time{0, 500'000};
+  nanosleep(&time, nullptr);
+}
+
+void ShmPool::give_up(const std::string& awaited) const {
+  if (!disagreement_.empty()) throw ShmError(disagreement_);
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%.1f", timeout_);
+  throw ShmTimeout("shared memory of job " + job_ + ": rank " + std::to_string(rank_) +
+                   " waited " + seconds + " s for " + awaited);
+}
+
+void ShmPool::attach(int peer, double deadline) {
+  const std::string name = name_of(job_, peer);
   const auto late = [&](const char* what) {
-    if (!disagreement_.empty()) throw ShmError(disagreement_);
-    char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%.1f", timeout_);
-    throw ShmTimeout("shared memory of job " + job + ": rank " + std::to_string(rank_) +
-                     " waited " + seconds + " s for rank " + std::to_string(peer) + " to " + what);
+    give_up("rank " + std::to_string(peer) + " to " + what);
   };
   for (;; nap()) {
     const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
@@ -207,30 +242,35 @@ void ShmPool::attach(const std::string& job, int peer, double deadline) {
     const std::string theirs = ready ? std::string(header->settings) : std::string();
     // Only noted: whoever left now would take its name along, and the other would wait for it.
     if (ready && theirs != settings_) {
-      disagreement_ = "job " + job + ": rank " + std::to_string(rank_) + " has " + settings_ +
+      disagreement_ = "job " + job_ + ": rank " + std::to_string(rank_) + " has " + settings_ +
                       ", rank " + std::to_string(peer) + " has " + theirs;
     } else if (ready) {
       mappings_.push_back({peer, map(file.get(), name)});
     }
-    if (ready) header->mapped.fetch_add(1);
+    if (ready) {
+      const uint32_t place = header->mapped.fetch_add(1);
+      if (place < kMaxPeers) header->who[place] = rank_ + 1;
+    }
     munmap(start, kHeaderBytes);
     if (ready) return;
     if (now() > deadline) late("fill in its own");
   }
 }
 
-void ShmPool::wait_until_mapped(size_t peers, double deadline) {
-  const std::atomic<uint32_t>& mapped = header_of(mappings_[0].start)->mapped;
-  while (mapped < peers) {
-    if (now() > deadline) {
-      if (!disagreement_.empty()) throw ShmError(disagreement_);
-      char text[160];
-      std::snprintf(text, sizeof text,
-                    "shared memory: rank %d waited %.1f s for %zu of its %zu peers to map it",
-                    rank_, timeout_, peers - mapped, peers);
-      throw ShmTimeout(text);
+void ShmPool::wait_until_mapped(const std::vector<int>& peers, double deadline) {
+  const Header& header = *header_of(mappings_[0].start);
+  for (; header.mapped < peers.size(); nap()) {
+    if (now() <= deadline) continue;
+    std::string missing;
+    int count = 0;
+    for (const int peer : peers) {
+      const auto is_peer = [&](const std::atomic<int32_t>& who) { return who == peer + 1; };
+      if (std::any_of(std::begin(header.who), std::end(header.who), is_peer)) continue;
+      // The first few tell enough.
+      if (++count <= kNamed) missing += (count > 1 ? ", " : "") + std::to_string(peer);
     }
-    nap();
+    if (count > kNamed) missing += " and " + std::to_string(count - kNamed) + " more";
+    give_up((count > 1 ? "ranks " : "rank ") + missing + " to map its memory");
   }
 }
 

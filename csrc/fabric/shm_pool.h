@@ -30,10 +30,11 @@ class ShmPool {
   // peers: ranks whose memory this one maps, without itself; mapping is mutual.
   // bytes: of the window and everything before it but the header.
   // settings: must be equal on all ranks; named in the error if they are not.
+  // stop: another thread makes it other than 0 to end the wait; null: none does.
   // Collective over the peers: returns when all have mapped this rank's memory. From then on the
   // memory has no name, so it ends with the processes, however they end.
   ShmPool(const std::string& job, int rank, const std::vector<int>& peers, uint64_t bytes,
-          const std::string& settings, double timeout_seconds);
+          const std::string& settings, double timeout_seconds, const int32_t* stop);
   ~ShmPool();
   ShmPool(const ShmPool&) = delete;
   ShmPool& operator=(const ShmPool&) = delete;
@@ -49,14 +50,18 @@ class ShmPool {
 
   void create(const std::string& name);
   std::byte* map(int file, const std::string& name);
-  void attach(const std::string& job, int peer, double deadline);
-  void wait_until_mapped(size_t peers, double deadline);
+  void attach(int peer, double deadline);
+  void wait_until_mapped(const std::vector<int>& peers, double deadline);
+  void nap() const;
+  [[noreturn]] void give_up(const std::string& awaited) const;
   void release();
 
+  std::string job_;
   int rank_;
   uint64_t bytes_;
   std::string settings_;
   double timeout_;
+  const int32_t* stop_;
   std::string name_;  // empty once it is unlinked
   std::string disagreement_;  // with a peer's settings
   int file_ = -1;

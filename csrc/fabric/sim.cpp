@@ -8,6 +8,7 @@
 #include "fabric/sim_clock.h"
 #include "fabric/sim_group.h"
 #include "fabric/sim_memory.h"
+#include "fabric/sim_watch.h"
 #include "fabric/sim_wire.h"
 
 namespace dmuon::sim {
@@ -19,7 +20,7 @@ enum class Kind : uint8_t { step, add, leave, capture, move };
 using Event = EventOf<Kind>;
 
 // The operations of one thread group. Words are read as they are when its step begins: a change
-// during a step is seen in the next. Ports are reserved in the order in which steps begin.
+// during a step is seen in the next. Ports give their time in the order in which steps begin.
 class GroupFabric final : public Fabric {
  public:
   bool entered(int rail, uint64_t number) override;
@@ -69,7 +70,7 @@ struct Table {
 class World {
  public:
   World(const Config& config, const std::vector<std::vector<Segment>>& calls,
-        MakeActor make_actor);
+        MakeActor make_actor, Watch* watch);
   Result run();
 
  private:
@@ -101,7 +102,19 @@ class World {
   void add_later(Time time, int32_t rank, uint32_t word) { push(time, Kind::add, rank, word); }
   void move(const GroupFabric& fabric, Memory::Move move);
   void release(const GroupFabric& fabric, Dropped unless);
-  Rank& peer(int32_t rank, int rail) { return ranks_[rank / rails_ * rails_ + rail]; }
+  // When n bytes that start now or later have passed a rank's NVLink port.
+  Time go_out(Time start, int32_t rank, uint64_t n, double gbs) {
+    return ranks_[rank].nvlink_out.pass(now_, start, n, gbs);
+  }
+  Time come_in(Time start, int32_t rank, uint64_t n, double gbs) {
+    return ranks_[rank].nvlink_in.pass(now_, start, n, gbs);
+  }
+  // The same of a copy from a rank to one of its node; inside one rank it passes none.
+  Time copy(Time start, int32_t from, int32_t to, uint64_t n) {
+    if (from == to) return start;
+    return std::max(go_out(start, from, n, costs_.port_gbs),
+                    come_in(start, to, n, costs_.port_gbs));
+  }
   int32_t peer_rank(int32_t rank, int rail) const { return rank / rails_ * rails_ + rail; }
   [[noreturn]] void report_deadlock() const;
 
@@ -113,6 +126,7 @@ class World {
   Channel channel_;  // of rank 0
   const Time delay_;
   Random random_;
+  Watcher watcher_;  // counts pieces: each is multicast, or added, once per node
   std::unique_ptr<Memory> memory_;
   std::vector<std::vector<Table>> tables_;  // per call and rail
   std::vector<Rank> ranks_;
@@ -173,13 +187,8 @@ void GroupFabric::finish() {
 
 void GroupFabric::fetch(uint64_t to, int rail, uint64_t from, uint64_t n) {
   const Costs& costs = world->costs_;
-  Time ports = clock;
-  if (world->peer_rank(rank, rail) != rank) {
-    ports = std::max(world->peer(rank, rail).nvlink_out.pass(clock, n, costs.port_gbs),
-                     world->ranks_[rank].nvlink_in.pass(clock, n, costs.port_gbs));
-  }
-  const Time start = clock;
-  clock = std::max(start + picoseconds(n * 1e-3 / costs.copy_gbs), ports);
+  const Time ports = world->copy(clock, world->peer_rank(rank, rail), rank, n);
+  clock = std::max(clock + picoseconds(n * 1e-3 / costs.copy_gbs), ports);
   world->spend(*this, costs.load_us);
   if (!world->memory_) return;
   Memory::Move move;
@@ -191,20 +200,18 @@ void GroupFabric::fetch(uint64_t to, int rail, uint64_t from, uint64_t n) {
 void GroupFabric::multicast(uint64_t to, int rail, uint64_t from, uint64_t n, int except) {
   const Costs& costs = world->costs_;
   const int32_t source = world->peer_rank(rank, rail);
-  Time ports = clock;
-  if (source != rank) {
-    ports = std::max(world->ranks_[source].nvlink_out.pass(clock, n, costs.port_gbs),
-                     world->ranks_[rank].nvlink_in.pass(clock, n, costs.port_gbs));
-  }
+  Time ports = world->copy(clock, source, rank, n);
   if (world->rails_ > 1) {
     // The switch writes to all ranks of the node, the sender included.
-    ports = std::max(ports, world->ranks_[rank].nvlink_out.pass(clock, n, costs.port_gbs));
+    ports = std::max(ports, world->go_out(clock, rank, n, costs.port_gbs));
     for (int k = 0; k < world->rails_; ++k) {
-      ports = std::max(ports, world->peer(rank, k).nvlink_in.pass(clock, n, costs.port_gbs));
+      const int32_t target = world->peer_rank(rank, k);
+      ports = std::max(ports, world->come_in(clock, target, n, costs.port_gbs));
     }
   }
   clock = std::max(clock + picoseconds(n * 1e-3 / costs.multicast_gbs), ports);
   world->spend(*this, costs.store_us);
+  world->watcher_.add();
   if (!world->memory_) return;
   const bool skip = world->random_.next() % 2 == 0;
   for (int k = 0; k < world->rails_; ++k) {
@@ -219,21 +226,18 @@ void GroupFabric::multicast(uint64_t to, int rail, uint64_t from, uint64_t n, in
 void GroupFabric::reduce(int rail, uint64_t to, uint64_t from, uint64_t n, Dtype, uint64_t partials,
                     int count, uint64_t stride) {
   const Costs& costs = world->costs_;
-  Time ports = clock;
+  const int32_t target = world->peer_rank(rank, rail);
+  Time ports = world->copy(clock, rank, target, n);
   if (world->rails_ > 1) {
     for (int k = 0; k < world->rails_; ++k) {
-      ports = std::max(
-          ports, world->peer(rank, k).nvlink_out.pass(clock, n, costs.port_reduce_gbs));
+      const int32_t source = world->peer_rank(rank, k);
+      ports = std::max(ports, world->go_out(clock, source, n, costs.port_reduce_gbs));
     }
-    ports = std::max(ports, world->ranks_[rank].nvlink_in.pass(clock, n, costs.port_reduce_gbs));
-  }
-  const int32_t target = world->peer_rank(rank, rail);
-  if (target != rank) {
-    ports = std::max(ports, world->ranks_[rank].nvlink_out.pass(clock, n, costs.port_gbs));
-    ports = std::max(ports, world->ranks_[target].nvlink_in.pass(clock, n, costs.port_gbs));
+    ports = std::max(ports, world->come_in(clock, rank, n, costs.port_reduce_gbs));
   }
   clock = std::max(clock + picoseconds(n * 1e-3 / costs.group_reduce_gbs), ports);
   world->spend(*this, costs.reduce_us);
+  world->watcher_.add();
   if (!world->memory_) return;
   Memory::Move move;
   move.sum = true;
@@ -252,9 +256,8 @@ void GroupFabric::put(int node, uint64_t to, uint64_t from, uint64_t n, int sign
   world->release(*this, Dropped::put);
   world->spend(*this, costs.put_us);
   const int32_t there = node * world->rails_ + rank % world->rails_;
-  const PutTimes times =
-      pass_put(costs, world->ranks_[rank].nic_out, world->ranks_[there].nic_in, clock, n,
-               [&] { return world->delay(); });
+  const PutTimes times = pass_put(costs, world->ranks_[rank].nic_out, world->ranks_[there].nic_in,
+                                  world->now_, clock, n, [&] { return world->delay(); });
   if (world->memory_) {
     Memory::Move move;
     move.number = number;
@@ -273,7 +276,7 @@ void GroupFabric::signal(int node, int signal) {
   world->release(*this, Dropped::signal);
   world->spend(*this, costs.signal_us);
   const int32_t there = node * world->rails_ + rank % world->rails_;
-  world->add_later(pass_signal(costs, world->ranks_[rank].nic_out, clock,
+  world->add_later(pass_signal(costs, world->ranks_[rank].nic_out, world->now_, clock,
                                [&] { return world->delay(); }),
                    there, signal);
 }
@@ -281,14 +284,15 @@ void GroupFabric::signal(int node, int signal) {
 // ---- the loop ----
 
 World::World(const Config& config, const std::vector<std::vector<Segment>>& calls,
-             MakeActor make_actor)
+             MakeActor make_actor, Watch* watch)
     : config_(config),
       costs_(config_.costs),
       segments_(calls),
       make_actor_(make_actor),
       rails_(config.rails),
       delay_(picoseconds(config.delay_us)),
-      random_(config.seed) {
+      random_(config.seed),
+      watcher_(watch) {
   make_tables();
   const auto operation = static_cast<Operation>(config.operation);
   if (config.carry) {
@@ -296,7 +300,7 @@ World::World(const Config& config, const std::vector<std::vector<Segment>>& call
                                        config.rails, config.buffer_bytes, config.home_bytes,
                                        channel_.ring_bytes(), config.seed);
   }
-  ranks_.resize(static_cast<size_t>(config.nodes) * config.rails);
+  ranks_ = std::vector<Rank>(static_cast<size_t>(config.nodes) * config.rails);
   for (Rank& rank : ranks_) {
     rank.words.assign(finish_word(rails_), 0);
     rank.cursors.assign(channel_.cursors(), Cursor{});
@@ -304,6 +308,7 @@ World::World(const Config& config, const std::vector<std::vector<Segment>>& call
 }
 
 void World::make_tables() {
+  uint64_t pieces = 0;
   const uint64_t ring_base = config_.buffer_bytes + config_.home_bytes;
   for (const std::vector<Segment>& segments : segments_) {
     std::vector<Table>& tables = tables_.emplace_back();
@@ -323,6 +328,9 @@ void World::make_tables() {
       PlanView view = table.plan.view();
       const int groups = config_.groups > 0 ? config_.groups : view.groups;
       table.waiter.assign(finish_word(rails_), -1);
+      uint32_t chunks = 0;
+      for (int i = 0; i < view.pipeline_count; ++i) chunks += view.pipelines[i].chunks;
+      pieces += view.chunk_pieces[chunks];
       if (view.star || channel.nodes == 1) continue;
       for (int i = 0; i < view.pipeline_count; ++i) {
         const Pipeline& p = view.pipelines[i];
@@ -335,6 +343,7 @@ void World::make_tables() {
       }
     }
   }
+  watcher_.begin(pieces * config_.nodes);
 }
 
 void World::launch(int32_t index, Time now) {
@@ -448,6 +457,7 @@ void World::report_deadlock() const {
 Result World::run() {
   for (size_t i = 0; i < ranks_.size(); ++i) launch(static_cast<int32_t>(i), delay());
   while (!events_.empty()) {
+    watcher_.look();
     const Event event = events_.top();
     events_.pop();
     now_ = event.time;
@@ -465,10 +475,11 @@ Result World::run() {
     if (rank.calls < segments_.size() || !rank.groups.empty()) report_deadlock();
     last = std::max(last, rank.left);
     result.rank_us.push_back(static_cast<double>(rank.left) * 1e-6);
-    result.links.push_back({rank.nic_out.bytes, rank.nic_in.bytes, rank.nvlink_out.bytes,
-                            rank.nvlink_in.bytes});
+    result.links.push_back({rank.nic_out.bytes(), rank.nic_in.bytes(), rank.nvlink_out.bytes(),
+                            rank.nvlink_in.bytes()});
   }
   if (memory_) memory_->end();
+  watcher_.tell();
   result.us = static_cast<double>(last) * 1e-6;
   result.steps = steps_;
   result.groups = ranks_[0].call.plan.groups;
@@ -479,9 +490,9 @@ Result World::run() {
 }  // namespace
 
 Result run(const Config& config, const std::vector<std::vector<Segment>>& calls,
-           MakeActor make_actor) {
+           MakeActor make_actor, Watch* watch) {
   if (calls.empty()) throw TableError("no calls, expected 1 or more");
-  return World(config, calls, make_actor).run();
+  return World(config, calls, make_actor, watch).run();
 }
 
 }  // namespace dmuon::sim

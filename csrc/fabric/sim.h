@@ -17,6 +17,7 @@
 
 #include "core/table.h"
 #include "fabric/sim_group.h"
+#include "fabric/sim_watch.h"
 
 namespace dmuon::sim {
 
@@ -85,8 +86,9 @@ class Violation : public std::runtime_error {
 };
 
 // Make the calls one after the other on every rank, on one channel. Raises TableError for bad
-// segments or sizes and Violation. make_actor: of the protocol that is driven.
+// segments or sizes, Violation, and Stopped. make_actor: of the protocol that is driven. watch: or
+// null.
 Result run(const Config& config, const std::vector<std::vector<Segment>>& calls,
-           MakeActor make_actor = dmuon_sim_make_actor);
+           MakeActor make_actor, Watch* watch);
 
 }  // namespace dmuon::sim

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <deque>
 
 namespace dmuon::sim {
 
@@ -24,16 +25,58 @@ class Random {
   uint64_t state_;
 };
 
-// One direction of a link: bytes pass one after the other.
-struct Port {
-  Time free = 0;
-  uint64_t bytes = 0;
-
-  Time pass(Time now, uint64_t n, double gbs, Time gap = 0) {
-    free = std::max(now, free) + gap + static_cast<Time>(std::llround(n * 1e3 / gbs));
-    bytes += n;
-    return free;
+// One direction of a link: it carries one message at a time, and is never idle while one waits.
+//
+// A group's step asks for times that are still to come: a chunk of several pieces passes piece by
+// piece. The time before such a piece stays free for whoever asks next. So a message takes the
+// first time from its start on that is left, in parts if need be, as packets do.
+class Port {
+ public:
+  // Let n bytes pass, from `start` on and `gap` after what was before. Returns when the last one
+  // has passed.
+  // Invariant: no later message starts before `now`, so what is over by then can be forgotten.
+  Time pass(Time now, Time start, uint64_t n, double gbs, Time gap = 0) {
+    bytes_ += n;
+    while (!busy_.empty() && busy_.front().end <= now) busy_.pop_front();
+    const auto first =
+        std::lower_bound(busy_.begin(), busy_.end(), start,
+                         [](const Stretch& busy, Time time) { return busy.end < time; });
+    auto next = first;
+    Stretch whole{start, start};
+    if (next != busy_.end() && next->begin <= start) whole = *next++;
+    Time left = gap + static_cast<Time>(std::llround(n * 1e3 / gbs));
+    for (; next != busy_.end() && next->begin - whole.end < left; ++next) {
+      left -= next->begin - whole.end;
+      whole.end = next->end;
+    }
+    const Time passed = whole.end + left;
+    whole.end = passed;
+    if (next != busy_.end() && next->begin == passed) whole.end = next++->end;
+    replace(first, next, whole);
+    return passed;
   }
+
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  struct Stretch {
+    Time begin, end;
+  };
+  using Place = std::deque<Stretch>::iterator;
+
+  // All from the first stretch to the last is busy now. Each message adds one at most, so there are
+  // few to remove per message.
+  void replace(Place first, Place last, const Stretch& whole) {
+    if (first != last) {
+      *first = whole;
+      busy_.erase(first + 1, last);
+    } else if (whole.begin < whole.end) {
+      busy_.insert(first, whole);
+    }
+  }
+
+  std::deque<Stretch> busy_;  // in order; none touches the next
+  uint64_t bytes_ = 0;
 };
 
 // A world's events; what they mean is its own.

@@ -8,6 +8,7 @@
 #include "core/publish_table.h"
 #include "fabric/sim_clock.h"
 #include "fabric/sim_memory.h"
+#include "fabric/sim_watch.h"
 #include "fabric/sim_wire.h"
 
 namespace dmuon::sim {
@@ -59,7 +60,7 @@ struct Node {
 class PublishWorld {
  public:
   PublishWorld(const PublishConfig& config, const std::vector<Segment>& tasks,
-               const std::vector<double>& ready_us, MakePublishActor make_actor);
+               const std::vector<double>& ready_us, MakePublishActor make_actor, Watch* watch);
   Result run();
 
  private:
@@ -105,6 +106,7 @@ class PublishWorld {
   const PublishPlan plan_;
   const Time delay_;
   Random random_;
+  Watcher watcher_;  // counts puts: every tile goes to all nodes but its source
   std::unique_ptr<Memory> memory_;
   std::vector<Node> nodes_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
@@ -133,8 +135,9 @@ uint64_t NodeFabric::released() {
 
 void NodeFabric::put(int there, uint64_t to, uint64_t from, uint64_t n, int signal, int counter) {
   world->spend(*this, world->costs_.put_us);
+  world->watcher_.add();
   const PutTimes times = pass_put(world->costs_, world->nodes_[node].out, world->nodes_[there].in,
-                                  clock, n, [&] { return world->delay(); });
+                                  world->now_, clock, n, [&] { return world->delay(); });
   if (world->memory_) {
     Memory::Move move;
     move.number = world->nodes_[node].called;
@@ -150,7 +153,7 @@ void NodeFabric::put(int there, uint64_t to, uint64_t from, uint64_t n, int sign
 
 void NodeFabric::signal(int there, int signal) {
   world->spend(*this, world->costs_.signal_us);
-  const Time seen = pass_signal(world->costs_, world->nodes_[node].out, clock,
+  const Time seen = pass_signal(world->costs_, world->nodes_[node].out, world->now_, clock,
                                 [&] { return world->delay(); });
   world->push(seen, Kind::add, there, signal);
 }
@@ -163,7 +166,8 @@ void NodeFabric::flag(uint32_t number, uint64_t step) {
 // ---- the loop ----
 
 PublishWorld::PublishWorld(const PublishConfig& config, const std::vector<Segment>& tasks,
-                           const std::vector<double>& ready_us, MakePublishActor make_actor)
+                           const std::vector<double>& ready_us, MakePublishActor make_actor,
+                           Watch* watch)
     : config_(config),
       costs_(config_.costs),
       tasks_(tasks),
@@ -174,12 +178,16 @@ PublishWorld::PublishWorld(const PublishConfig& config, const std::vector<Segmen
                             config.slots == 0 ? kPublishTiles : config.slots, 0)),
       plan_(channel_, tasks, config.buffer_bytes),
       delay_(picoseconds(config.delay_us)),
-      random_(config.seed) {
+      random_(config.seed),
+      watcher_(watch) {
+  uint64_t tiles = 0;
+  for (const PublishStream& stream : plan_.streams()) tiles += stream.tiles;
+  watcher_.begin(tiles * (config.nodes - 1) * config.steps);
   if (config.carry) {
     memory_ = std::make_unique<Memory>(Operation::publish, Dtype::bfloat16, config.nodes, 1,
                                        config.buffer_bytes, 0, 0, config.seed);
   }
-  nodes_.resize(config.nodes);
+  nodes_ = std::vector<Node>(config.nodes);
   for (int32_t i = 0; i < config.nodes; ++i) {
     Node& node = nodes_[i];
     node.fabric.world = this;
@@ -353,6 +361,7 @@ Result PublishWorld::run() {
   step_ = 1;
   for (int32_t i = 0; i < config_.nodes; ++i) push(delay(), Kind::begin, i, 0);
   while (!events_.empty()) {
+    watcher_.look();
     const Event event = events_.top();
     events_.pop();
     now_ = event.time;
@@ -375,9 +384,10 @@ Result PublishWorld::run() {
     if (node.ended < last_step() || node.gathered < tasks_.size()) report_deadlock();
     last = std::max(last, node.left);
     result.rank_us.push_back(static_cast<double>(node.left) * 1e-6);
-    result.links.push_back({node.out.bytes, node.in.bytes, 0, 0});
+    result.links.push_back({node.out.bytes(), node.in.bytes(), 0, 0});
   }
   if (memory_) memory_->end();
+  watcher_.tell();
   result.us = static_cast<double>(last) * 1e-6;
   result.steps = steps_;
   result.groups = 1;
@@ -387,9 +397,9 @@ Result PublishWorld::run() {
 }  // namespace
 
 Result run_publish(const PublishConfig& config, const std::vector<Segment>& tasks,
-                   const std::vector<double>& ready_us, MakePublishActor make_actor) {
+                   const std::vector<double>& ready_us, MakePublishActor make_actor, Watch* watch) {
   if (config.steps < 1) throw TableError("no steps, expected 1 or more");
-  return PublishWorld(config, tasks, ready_us, make_actor).run();
+  return PublishWorld(config, tasks, ready_us, make_actor, watch).run();
 }
 
 }  // namespace dmuon::sim

@@ -24,11 +24,11 @@ struct PublishConfig {
   Costs costs;
 };
 
-// tasks: as for PublishPlan, of rail 0. ready_us: when a task's update is done, from the beginning of
-// its step; a rank's tasks are done one after the other. Raises TableError and Violation. The
-// result's links are the NICs'; `us` is from the first launch to the last end.
+// tasks: as for PublishPlan, of rail 0. ready_us: when a task's update is done, from the beginning
+// of its step; a rank's tasks are done one after the other. Raises TableError, Violation and
+// Stopped. watch: or null. The result's links are the NICs'; `us` is from the first launch to the
+// last end.
 Result run_publish(const PublishConfig& config, const std::vector<Segment>& tasks,
-                   const std::vector<double>& ready_us,
-                   MakePublishActor make_actor = dmuon_sim_make_publish_actor);
+                   const std::vector<double>& ready_us, MakePublishActor make_actor, Watch* watch);
 
 }  // namespace dmuon::sim

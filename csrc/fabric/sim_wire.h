@@ -15,13 +15,14 @@ struct PutTimes {
   Time counted;    // the sender sees that its source was read
 };
 
-// delay(): a random time, 0 or more.
+// now: of the event loop; start: of the put. delay(): a random time, 0 or more.
 template <class Delay>
-PutTimes pass_put(const Costs& costs, Port& out, Port& in, Time now, uint64_t n, Delay delay) {
+PutTimes pass_put(const Costs& costs, Port& out, Port& in, Time now, Time start, uint64_t n,
+                  Delay delay) {
   const Time wire = picoseconds(costs.wire_us);
-  const Time sent = out.pass(now, n, costs.nic_gbs, picoseconds(costs.message_us));
+  const Time sent = out.pass(now, start, n, costs.nic_gbs, picoseconds(costs.message_us));
   const Time first = sent - picoseconds(n * 1e-3 / costs.nic_gbs) + wire;
-  const Time received = in.pass(first, n, costs.nic_gbs);
+  const Time received = in.pass(now, first, n, costs.nic_gbs);
   PutTimes times;
   times.read = sent + delay();
   times.landed =
@@ -34,8 +35,8 @@ PutTimes pass_put(const Costs& costs, Port& out, Port& in, Time now, uint64_t n,
 
 // When the receiver sees a signal.
 template <class Delay>
-Time pass_signal(const Costs& costs, Port& out, Time now, Delay delay) {
-  const Time sent = out.pass(now, 0, costs.nic_gbs, picoseconds(costs.message_us));
+Time pass_signal(const Costs& costs, Port& out, Time now, Time start, Delay delay) {
+  const Time sent = out.pass(now, start, 0, costs.nic_gbs, picoseconds(costs.message_us));
   return sent + picoseconds(costs.wire_us + costs.arrive_us) + delay();
 }
 

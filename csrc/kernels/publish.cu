@@ -3,7 +3,7 @@
 #include "publish.h"
 
 #include "../fabric/gin.cuh"
-#include "run.cuh"
+#include "publish_block.cuh"
 
 namespace dmuon {
 namespace {
@@ -16,43 +16,19 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                    __grid_constant__ const PublishControl control, PublishCursor* cursors,
                    __grid_constant__ const Guard guard) {
   extern __shared__ __align__(16) char scratch[];
-  // Read at every visit, and an acquire would throw them out of L1.
-  auto* near_cursors = reinterpret_cast<PublishCursor*>(scratch);
-  for (int i = thread(); i < call.channel.nodes; i += threads()) near_cursors[i] = cursors[i];
-  barrier();
-  GinPublishFabric fabric(communicator, gin, call.channel, control);
-  PublishGroup<GinPublishFabric> group(call, near_cursors);
-  drive(fabric, group, 0, call.step, guard);
-  barrier();
-  for (int i = thread(); i < call.channel.nodes; i += threads()) cursors[i] = near_cursors[i];
+  PublishBlockFabric<GinFabric> fabric(control, communicator, gin, call.channel);
+  publish_block(fabric, call, cursors, scratch, guard);
 }
 
 __global__ void release_kernel(PublishControl control, uint32_t number, uint64_t step,
                                uint64_t count) {
-  // Invariant: the stream's earlier kernels have written the task; the releases pass it on to the
-  // publish kernel, which runs beside them.
-  store_release(control.flags + number, step);
-  store_release(control.released, count);
+  publish_release(control, number, step, count);
 }
 
 __global__ void __launch_bounds__(kWaitThreads, 1)
     wait_kernel(PublishControl control, uint32_t first, uint32_t count, uint64_t step,
                 __grid_constant__ const Guard guard) {
-  const uint64_t begin = nanoseconds();
-  for (uint32_t i = thread(); i < count; i += kWaitThreads) {
-    while (load_acquire(control.flags + first + i) < step) {
-      if (load_acquire(guard.broken) != 0) return;
-      if (nanoseconds() - begin > guard.limit) {
-        if (!claim(guard.broken)) return;
-        guard.report->stuck = {Wait::flag, -1, -1, first + i};
-        guard.report->group = 0;
-        guard.report->number = step;
-        store_release(&guard.report->written, 1);
-        return;
-      }
-      pause();
-    }
-  }
+  publish_wait(control, first, count, step, thread(), kWaitThreads, guard);
 }
 
 }  // namespace

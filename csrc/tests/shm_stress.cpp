@@ -174,12 +174,14 @@ void work(End& end, const Options& options, int worker, pthread_barrier_t* barri
     const int first = worker * view.groups / options.workers;
     const int behind = (worker + 1) * view.groups / options.workers;
     if (behind > first) {
-      ShmRun<Operator> run(end.shm, call, first, behind - first, number % 2 == 0);
+      ShmRun<Operator> run(end.shm, call, first, behind - first, number % 2 == 0,
+                           ShmTag{scene.bytes, number});
       const ShmEnd result = run.run(kLimitSeconds, options.spins);
       if (!result.ended) {
         die("call " + std::to_string(n) + ": stuck, wait " +
             std::to_string(static_cast<int>(result.stuck.wait)) + ", queue " +
-            std::to_string(result.stuck.queue));
+            std::to_string(result.stuck.queue) +
+            (result.disagreement.found ? ", ranks disagree" : ""));
       }
       *late += result.late;
     }
@@ -235,6 +237,7 @@ void stress(const Options& o) {
       for (int r = 0; r < c.nodes; ++r) end->shm.nodes.push_back(view(r, c.rail));
       end->shm.cursors.resize(c.cursors());
       end->shm.counters.resize(c.counters());
+      end->shm.compared.resize(c.signals());
       end->rank = c.node * c.rails + c.rail;
       end->buffer_offset = i == 0 ? 0 : user;
       end->home_offset = i == 0 ? 0 : 2 * user;

@@ -60,6 +60,93 @@ def test_errors_are_one_line(
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "random", "foreign", "unsigned", "folder"])
+def test_a_damaged_library_is_compiled_again(sources: Path, tmp_path: Path, damage: str) -> None:
+    """A library in the cache is loaded only if it has the bytes that were written; loading half a
+    one would end the process."""
+    cache = tmp_path / "cache"
+    library = build("one", ["one.cpp"], folder=cache)
+    good = library.read_bytes()
+    library.unlink()
+    if damage == "folder":
+        library.mkdir()
+        with pytest.raises(NativeError, match=r"one: .*one\.so is a folder; remove it"):
+            build("one", ["one.cpp"], folder=cache)
+        return
+    library.write_bytes(
+        {
+            "cut": good[: len(good) // 2],
+            "empty": b"",
+            "random": os.urandom(3000),
+            "foreign": good[:-1] + bytes([good[-1] ^ 1]),
+            "unsigned": good,
+        }[damage]
+    )
+    if damage == "unsigned":
+        library.with_suffix(".sha256").unlink()
+    assert build("one", ["one.cpp"], folder=cache) == library
+    assert ctypes.CDLL(str(library)).answer() == 41
+    assert {p.name for p in library.parent.iterdir()} == {"one.so", "one.sha256", ".lock"}
+
+
+def test_what_does_not_load_is_named(tmp_path: Path) -> None:
+    """With the folder to remove."""
+    library = tmp_path / "one.so"
+    library.write_bytes(b"no library")
+    with pytest.raises(NativeError, match=f"one: does not load: .*remove {tmp_path}"):
+        native.load(library)
+
+
+def _fake_compiler(folder: Path, script: str) -> str:
+    """Write a compiler into a folder of its own; return a PATH that finds it first."""
+    folder.mkdir()
+    (folder / "g++").write_text(script)
+    (folder / "g++").chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_compilers_that_do_nothing_are_named(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that reports no error and writes no library; one that is no program."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("PATH", _fake_compiler(tmp_path / "lazy", "#!/bin/sh\nexit 0\n"))
+    with pytest.raises(NativeError, match=r"one: .*g\+\+ reported no error, but wrote no library"):
+        build("one", ["one.cpp"], folder=cache)
+    assert not list(cache.rglob("*.so"))
+    monkeypatch.setenv("PATH", _fake_compiler(tmp_path / "text", "not a program"))
+    with pytest.raises(NativeError, match=r"one: the compiler .*g\+\+ does not run: "):
+        build("one", ["one.cpp"], folder=cache)
+
+
+def test_a_cached_library_needs_no_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without one uses what another has compiled of the same sources."""
+    library = build("one", ["one.cpp"], folder=tmp_path / "cache")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build("one", ["one.cpp"], folder=tmp_path / "cache") == library
+    (sources / "one.cpp").write_text(SOURCE.replace("VALUE", "42"))
+    with pytest.raises(NativeError, match=r"needs the compiler g\+\+"):
+        build("one", ["one.cpp"], folder=tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_named(sources: Path, tmp_path: Path) -> None:
+    """With the folder, and how to have another."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NativeError, match=f"one: the cache {tmp_path}/file/.* XDG_CACHE_HOME"):
+        build("one", ["one.cpp"], folder=tmp_path / "file" / "cache")
+
+
+def test_a_killed_compilation_leaves_nothing_for_ever(sources: Path, tmp_path: Path) -> None:
+    """The next one removes its half library."""
+    library = build("one", ["one.cpp"], folder=tmp_path / "cache")
+    library.unlink()
+    (library.parent / "partial-killed.so").touch()
+    build("one", ["one.cpp"], folder=tmp_path / "cache")
+    assert not list(library.parent.glob("partial-*"))
+
+
 def test_processes_compile_once(tmp_path: Path) -> None:
     """Four processes that ask at once get one library, compiled once."""
     compiler = tmp_path / "bin" / "g++"

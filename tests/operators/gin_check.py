@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, help="default: the job's")
     arguments = parser.parse_args()
     if arguments.fabric == "gin":
+        if not torch.cuda.is_available():
+            parser.error("--fabric gin needs a GPU that this torch can use")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.fabric == "gin" else "gloo")
     size = dist.get_world_size()

@@ -63,6 +63,12 @@ def open_operators(
     )
 
 
+def alone(**options: object) -> Operators:
+    """Open the operators of a world of one rank, of a job of its own."""
+    arguments = {"nodes": 1, "rails": 1, "rank": 0, "window_bytes": 1 << 16, **options}
+    return Operators.shm(job_name(), **arguments)  # type: ignore[arg-type]
+
+
 def _random(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

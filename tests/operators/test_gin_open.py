@@ -130,6 +130,33 @@ def test_every_rank_hears_of_unequal_networks(
     assert words in answers[0]
 
 
+def lacking() -> str:
+    """What opening says on this rank if rank 1 has no compiler."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+
+    def library(architecture: str) -> Nccl:
+        if dist.get_rank() == 1:
+            raise NativeError("nvcc: not on PATH")
+        return Nccl((4, 2))
+
+    gin._library = library  # type: ignore[assignment]
+    gin.architecture = lambda device: "sm_90"
+    assert dist.group.WORLD is not None
+    try:
+        gin.open_window(torch.device("cuda", 0), dist.group.WORLD, mesh(dist.get_rank()))
+    except NativeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "opened"
+
+
+@pytest.mark.usefixtures("rank_server")
+def test_every_rank_hears_of_a_missing_compiler() -> None:
+    """The others do not wait for a rank that fails before it has met them."""
+    assert run_world(2, lacking) == ["gin: rank 1: nvcc: not on PATH"] * 2
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 def test_torch_without_cuda_is_named() -> None:
     """On a CPU build the error says what is missing, before anything is compiled."""
@@ -173,22 +200,25 @@ def test_the_communicator_asks_for_the_gpus_of_its_mesh(monkeypatch: pytest.Monk
         self._groups, self._streams = {"exchange": "all"}, {}  # type: ignore[dict-item]
 
     monkeypatch.setattr(gin, "open_window", open_window)
-    monkeypatch.setattr(gin, "memory", lambda window, device: torch.empty(1 << 20, device="meta"))
+    memory = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(gin, "memory", lambda window, device: memory)
     monkeypatch.setattr(C10dCommunicator, "__init__", connect)
     monkeypatch.setattr(C10dCommunicator, "exchange", lambda self, values, maximum: None)
     device = torch.device("cuda", 1)
     ranks = [[8 * row + column for column in range(8)] for row in range(2)]
-    communicator = OperatorsCommunicator(ranks, device, None, ranks_per_node=4, window_bytes=1000)
+    communicator = OperatorsCommunicator(ranks, device, None, ranks_per_node=4)
+    assert communicator.open(1000).shape == (1000,)
     assert (asked["device"], asked["group"]) == (device, "all")
     assert asked["mesh"] == WindowMesh(
-        nodes=4, rails=4, rank=9, gather_nodes=2, user_bytes=2016, timeout_seconds=1800
+        nodes=4, rails=4, rank=9, gather_nodes=2, user_bytes=1008, timeout_seconds=1800
     )
     communicator.exchange(torch.zeros(1))
     failed.append("gather of layer 3: rank 2 did not come")
     with pytest.raises(CommunicationError, match="rank 2 did not come"):
         communicator.exchange(torch.zeros(1))
-    with pytest.raises(ValueError, match="one GPU: there is nobody"):
-        OperatorsCommunicator([[0]], device, None, ranks_per_node=1, window_bytes=1000)
+    monkeypatch.setattr(gin, "prepare", lambda device: None)
+    communicator.mesh = OwnerMesh(rows=1, columns=1)
+    assert communicator.refusal() == "there is one GPU, and nobody to move data to"
 
 
 @pytest.mark.long

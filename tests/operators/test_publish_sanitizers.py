@@ -1,8 +1,9 @@
-"""The publish over shared memory under sanitizers: ranks as threads of one process.
+"""The publish under sanitizers: ranks as threads of one process.
 
-csrc/tests/publish_stress.cpp runs update, call and gather of every rank beside each other, checks
-every byte, and counts sleeps that only a time limit ended. Broken copies of the fabric show that
-these checks can fail.
+csrc/tests/publish_stress.cpp runs update, call and gather of every rank beside each other over the
+shm fabric, checks every byte, and counts sleeps that only a time limit ended.
+csrc/tests/publish_block.cpp runs what the GPU's kernels do, with three host threads for a block.
+Broken copies show that these checks can fail.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SOURCES = (
     "core/table.cpp",
     "core/publish_table.cpp",
 )
+BLOCK_SOURCES = ("tests/publish_block.cpp", "core/table.cpp", "core/publish_table.cpp")
 THREAD = ("-O1", "-g", "-fsanitize=thread")
 ADDRESS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 PLAIN = ("-O1",)
@@ -42,7 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def _compile(folder: Path, flags: tuple[str, ...], change: Change | None) -> Path:
+def _compile(
+    folder: Path,
+    flags: tuple[str, ...],
+    change: Change | None,
+    sources: tuple[str, ...] = SOURCES,
+) -> Path:
     root = sources_folder()
     if change is not None:
         root = Path(shutil.copytree(root, folder / str(abs(hash((flags, change))))))
@@ -50,9 +57,9 @@ def _compile(folder: Path, flags: tuple[str, ...], change: Change | None) -> Pat
         text = path.read_text()
         assert text.count(change[1]) == 1, f"{change[1]!r} is not once in {change[0]}"
         path.write_text(text.replace(change[1], change[2]))
-    program = folder / f"stress-{abs(hash((flags, change)))}"
+    program = folder / f"stress-{abs(hash((flags, change, sources)))}"
     command = ["g++", "-std=c++17", *flags, f"-I{root}", "-o", str(program)]
-    command += [str(root / source) for source in SOURCES]
+    command += [str(root / source) for source in sources]
     subprocess.run([*command, "-pthread"], check=True)
     return program
 
@@ -60,8 +67,12 @@ def _compile(folder: Path, flags: tuple[str, ...], change: Change | None) -> Pat
 def _run(
     program: Path, world: tuple[int, ...], steps: int, *, seed: int = 1, pause: int = 200
 ) -> subprocess.CompletedProcess[str]:
+    return _execute(program, *world, steps, seed, 20, pause)
+
+
+def _execute(program: Path, *arguments: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(program), *(str(x) for x in (*world, steps, seed, 20, pause))],
+        [str(program), *(str(x) for x in arguments)],
         check=False,
         capture_output=True,
         text=True,
@@ -121,6 +132,30 @@ def test_a_missing_release_is_found(folder: Path, name: str) -> None:
     result = _run(_compile(folder, THREAD, RACES[name]), (3, 64, 2), 60)
     assert result.returncode != 0
     assert "data race" in result.stderr
+
+
+@pytest.mark.parametrize("world", [(1, 64, 1), (3, 64, 2)], ids=str)
+def test_the_kernels_have_no_race(folder: Path, world: tuple[int, ...]) -> None:
+    """All threads of a block do the same, or its barriers would hang; releases and flags order the
+    bytes."""
+    program = _compile(folder, THREAD, None, BLOCK_SOURCES)
+    result = _execute(program, *world, 20, 1)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+
+
+@pytest.mark.parametrize(
+    "word", ["released, count", pytest.param("flags + number, step", marks=pytest.mark.long)]
+)
+def test_a_missing_release_of_the_kernels_is_found(folder: Path, word: str) -> None:
+    """Control: a store that orders nothing is a race."""
+    place, value = word.split(", ")
+    change: Change = (
+        "kernels/publish_block.cuh",
+        f"  store_release(control.{place}, {value});\n",
+        f"  __atomic_store_n(control.{place}, {value}, __ATOMIC_RELAXED);\n",
+    )
+    result = _execute(_compile(folder, THREAD, change, BLOCK_SOURCES), 3, 64, 2, 20, 1)
+    assert result.returncode != 0 and "data race" in result.stderr
 
 
 def test_a_lost_ring_is_counted(folder: Path) -> None:

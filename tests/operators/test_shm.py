@@ -56,7 +56,7 @@ def _reduce_errors(
     operators: Operators, mesh: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, list[str]]:
     """Reduce small integers, into another buffer and in place; return what is wrong."""
-    buffer, apart = (operators.empty(cases.LARGEST // 4, torch.float32) for _ in range(2))
+    buffer, apart = (operators.empty(cases.LARGEST // dtype.itemsize, dtype) for _ in range(2))
     errors: dict[str, list[str]] = {}
     for name, make in TABLES.items():
         segments = make(mesh)
@@ -66,11 +66,11 @@ def _reduce_errors(
         errors[name] = []
         for reduced in (apart, buffer):
             apart.view(torch.uint8)[: cases.size_of(segments)] = UNTOUCHED
-            buffer.view(dtype)[:numel] = cases.integers(my_rank(), numel, dtype)
+            buffer[:numel] = cases.integers(my_rank(), numel, dtype)
             group(buffer, reduced).wait()
             for i, s in enumerate(segments):
                 at = slice(s.home // dtype.itemsize, (s.home + s.bytes) // dtype.itemsize)
-                got = reduced.view(dtype)[at].float()
+                got = reduced[at].float()
                 if cases.owner_of(s, mesh) == my_rank():
                     if not torch.equal(got, expected[at]):
                         errors[name].append(f"segment {i}, in place: {reduced is buffer}")

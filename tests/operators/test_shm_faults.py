@@ -1,14 +1,15 @@
-"""Bad tables, ranks that do not come or are killed, and what is left in /dev/shm."""
+"""Ranks that do not come or are killed, and what is left in /dev/shm."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import re
 import signal
 import stat
+import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +17,12 @@ import pytest
 import torch
 
 from tests.operators import shm_cases as cases
+from tests.operators.shm_cases import alone as _alone
 from tests.operators.shm_cases import job_name, my_rank
 from tests.worlds import World, run_world
 from torchtitan_dmuon.comm import CommunicationError
 from torchtitan_dmuon.comm.binding import Operation
-from torchtitan_dmuon.comm.operators import Operators, Segment, place
+from torchtitan_dmuon.comm.operators import Operators, Segment
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -33,119 +35,6 @@ def _names(job: str) -> list[str]:
     return [p.name for p in SHM.glob(f"dmuon-{os.getuid()}-{job}-*")]
 
 
-def _alone(**options: object) -> Operators:
-    arguments = {"nodes": 1, "rails": 1, "rank": 0, "window_bytes": 1 << 16, **options}
-    return Operators.shm(job_name(), **arguments)  # type: ignore[arg-type]
-
-
-# -- bad tables -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Operators]:
-    operators = _alone()
-    yield operators
-    operators.close()
-
-
-@pytest.mark.parametrize(
-    "segments, message",
-    [
-        ([Segment(0, 16, 0, 0), Segment(24, 16, 0, 0)], "segment 1: offset 24 is not a multiple"),
-        (
-            [Segment(0, 40, 0, 0), Segment(32, 8, 0, 0)],
-            "segment 1: offset 32 lies inside segment 0",
-        ),
-        # The padding of a segment is moved, so it belongs to it.
-        (
-            [Segment(0, 33, 0, 0), Segment(32, 8, 0, 0)],
-            "segment 1: offset 32 lies inside segment 0",
-        ),
-        ([Segment(0, 16, 1, 0)], "segment 0: owner node 1, expected 0 to 0"),
-        ([Segment(0, 16, 0, -1)], "segment 0: owner rail -1, expected 0 to 0"),
-        ([Segment(0, 16, 0, 1 << 32)], "segment 0: owner rail 4294967296 is no rank"),
-        ([Segment(-16, 16, 0, 0)], "segment 0: offset -16, expected 0 to"),
-        ([Segment(16 * i, 16, 0, 0) for i in range(65537)], "segment 65536: a group holds at most"),
-    ],
-    ids=["aligned", "overlap", "padding", "node", "rail", "wide_rail", "negative", "many"],
-)
-def test_bad_tables_are_refused(alone: Operators, segments: list[Segment], message: str) -> None:
-    """At construction, with the segment's number."""
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        alone.all_gather_v(segments, label="layer.3")
-    assert "layer.3" in str(error.value)
-
-
-def test_bad_reductions_are_refused(alone: Operators) -> None:
-    """What only a reduction has: homes, elements, dtype."""
-    cases_and_messages = [
-        ([Segment(0, 16, 0, 0, home=8)], torch.float32, "segment 0: home 8 is not a multiple"),
-        (
-            [Segment(0, 16, 0, 0, home=0), Segment(16, 16, 0, 0, home=0)],
-            torch.float32,
-            "segment 1: home 0 lies inside segment 0",
-        ),
-        ([Segment(0, 6, 0, 0)], torch.float32, "segment 0: 6 bytes are no whole elements of 4"),
-        ([Segment(0, 16, 0, 0)], torch.float64, "cannot reduce torch.float64, expected"),
-    ]
-    for segments, dtype, message in cases_and_messages:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            alone.reduce_scatter_v(segments, dtype)
-
-
-def test_bad_buffers_are_refused(alone: Operators) -> None:
-    """A call on memory that others cannot reach, or on too little of it."""
-    group = alone.all_gather_v([Segment(0, 4096, 0, 0)], label="layer.3")
-    buffer = alone.empty(4096, torch.uint8)
-    with pytest.raises(ValueError, match=r"layer\.3: the tensor is not in the window"):
-        group(torch.zeros(4096, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"layer\.3: needs a contiguous tensor of 4096 bytes"):
-        group(buffer[16:])
-    with pytest.raises(ValueError, match=r"layer\.3: needs a contiguous tensor"):
-        group(buffer.view(64, 64).t())
-    uneven = alone.empty(4112, torch.uint8)[8:]
-    with pytest.raises(ValueError, match=r"layer\.3: the tensor begins at byte 4104 .*of 16"):
-        group(uneven)
-    with pytest.raises(ValueError, match="buffer at 8 with 4096 bytes, expected a multiple of 16"):
-        group._group.call(8)
-    with pytest.raises(ValueError, match="an end inside the window's 65536 bytes"):
-        group._group.call(65536 - 4080)
-    with pytest.raises(ValueError, match="no room for 65536 bytes, 57328 of 65536 are left"):
-        alone.empty(65536, torch.uint8)
-    group.run(buffer)  # The window still works.
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"rails": 0}, "ranks per node is 0, expected 1 to 72"),
-        ({"nodes": 1025}, "nodes is 1025, expected 1 to 1024"),
-        ({"rank": 1}, "rank is 1, expected 0 to nodes * ranks per node - 1"),
-        ({"nodes": 4, "gather_nodes": 3}, "nodes of a gather is 3, expected a divisor"),
-        ({"chunk_bytes": 24}, "chunks of 24 bytes, expected a multiple of 16"),
-        ({"timeout": timedelta(0)}, "timeout of 0.0"),
-        # C's integers would wrap around to good numbers.
-        ({"nodes": (1 << 32) + 1}, "nodes is 4294967297, expected a number from -2147483648 to"),
-        ({"rank": 1 << 32}, "rank is 4294967296, expected a number from"),
-        ({"window_bytes": (1 << 64) + 16}, "user_bytes is 18446744073709551632, expected"),
-        ({"chunk_bytes": -(1 << 32) + 64}, "chunk_bytes is -4294967232, expected a number from 0"),
-        ({"slots": 1 << 32}, "slots is 4294967296, expected a number from"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_bad_meshes_are_refused(options: dict[str, object], message: str) -> None:
-    """Before any memory is taken, with what was given and what is accepted."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        _alone(**options)
-
-
-@pytest.mark.parametrize("job", ["", "a/b", "a" * 65])
-def test_bad_job_names_are_refused(job: str) -> None:
-    """They become file names."""
-    with pytest.raises(ValueError, match="expected 1 to 64 letters, digits or hyphens"):
-        Operators.shm(job, nodes=1, rails=1, rank=0, window_bytes=16)
-
-
 # -- opening --------------------------------------------------------------------------------------
 
 
@@ -153,7 +42,7 @@ def test_too_large_a_window_is_an_error() -> None:
     """Not a bus error at the first write; and nothing is left."""
     free = os.statvfs(SHM)
     job = job_name()
-    with pytest.raises(OSError, match=r"/dev/shm: rank 0 needs \d+ MiB, \d+ MiB are free"):
+    with pytest.raises(OSError, match=r"rank 0 needs [\d.]+ MiB, [\d.]+ MiB are free"):
         Operators.shm(
             job, nodes=1, rails=1, rank=0, window_bytes=free.f_blocks * free.f_frsize + (1 << 30)
         )
@@ -167,6 +56,25 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with pytest.raises(CommunicationError, match=r"rank 0 waited 0.2 s for rank 1 to create"):
         Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, timeout=limit)
     assert _names(job) == []
+
+
+def _open_without_last(job: str, folder: str) -> str:
+    cases.meet(folder, 3)
+    with pytest.raises(CommunicationError) as caught:
+        cases.open_operators(job, (2, 2), seconds=LIMIT, window_bytes=4096)
+    return str(caught.value)
+
+
+def test_a_rank_that_maps_nothing_is_named(tmp_path: Path) -> None:
+    """Rank 0 does not reach rank 3, which is missing; it names who waits for that one."""
+    job = job_name()
+    texts = run_world(3, _open_without_last, job, str(tmp_path))
+    begin = f"shared memory of job {job}: rank {{}} waited 3.0 s for rank {{}} to {{}}"
+    assert texts == [
+        begin.format(0, 2, "map its memory"),
+        begin.format(1, 3, "create its own"),
+        begin.format(2, 3, "create its own"),
+    ]
 
 
 def _open_with(job: str, folder: str, slots: list[int]) -> str:
@@ -248,6 +156,38 @@ def test_memory_of_a_killed_opener_is_private_and_removed() -> None:
         world.end()
 
 
+def test_others_remove_what_a_killed_opener_left() -> None:
+    """Whoever fails to open, or closes, removes it on the way out: no later job has to come."""
+
+    def leave() -> None:
+        world = World(1, _open_half, job)
+        try:
+            _until(lambda: _names(job))
+            os.kill(world.ranks[0].pid, signal.SIGKILL)
+            world.ranks[0].join(20)
+        finally:
+            world.end()
+        assert _names(job), "this test needs a leftover"
+
+    job, limit = job_name(), timedelta(seconds=8)
+    operators = _alone()
+    leave()
+    operators.close()
+    del operators
+    gc.collect()
+    assert _names(job) == []
+
+    def open_half() -> None:
+        with pytest.raises(CommunicationError, match=r"rank 0 waited 8\.0 s for rank 1"):
+            Operators.shm(job_name(), nodes=1, rails=2, rank=0, window_bytes=16, timeout=limit)
+
+    opener = threading.Thread(target=open_half)
+    opener.start()
+    leave()
+    opener.join(30)
+    assert _names(job) == []
+
+
 # -- killed in a call -----------------------------------------------------------------------------
 
 
@@ -317,12 +257,6 @@ def test_others_end_when_a_rank_is_killed(
     assert _names(job) == []
 
 
-def test_laying_out_any_lengths() -> None:
-    """Offsets are aligned, in order, and leave room for each length."""
-    assert place([]) == ([], 0)
-    assert place([0, 1, 16, 17]) == ([0, 0, 16, 32], 64)
-
-
 def _memory_outlives_close(job: str) -> list[int]:
     operators = cases.open_operators(job, (1, 2), window_bytes=4096)
     mine = operators.empty(64, torch.uint8)
@@ -335,3 +269,32 @@ def _memory_outlives_close(job: str) -> list[int]:
 def test_a_tensor_keeps_its_memory() -> None:
     """Unmapping under a tensor that is still held would end the process."""
     assert run_world(2, _memory_outlives_close, job_name()) == [[0] * 64, [1] * 64]
+
+
+def _closed_behind_a_failure(job: str, folder: str) -> list[str]:
+    texts = []
+    for number, waits in enumerate((False, True)):
+        meeting = Path(folder) / str(number)
+        meeting.mkdir(exist_ok=True)
+        cases.meet(str(meeting), 2)
+        operators = cases.open_operators(f"{job}-{number}", (1, 2), seconds=LIMIT)
+        event = None
+        if my_rank() == 0:
+            group = operators.all_gather_v([Segment(0, 64, 0)], label="layer.3")
+            event = group(operators.empty(64, torch.uint8))
+            if waits:
+                with pytest.raises(CommunicationError):
+                    event.wait()
+        try:
+            operators.close()
+            texts.append("")
+        except CommunicationError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_closing_tells_of_a_failure_that_nobody_heard_of(tmp_path: Path) -> None:
+    """And only of such a one."""
+    texts = run_world(2, _closed_behind_a_failure, job_name(), str(tmp_path))
+    assert "all_gather_v of layer.3: rank 0 waited 3.0 s for rank 1 to enter" in texts[0][0]
+    assert [texts[0][1], *texts[1]] == ["", "", ""]

@@ -21,8 +21,6 @@ from torchtitan_dmuon.comm.binding import Operation
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 
-OPERATORS_READY = False
-
 _now = "c10d"
 
 
@@ -43,9 +41,7 @@ def choose(communication: str) -> Iterator[None]:
 
 
 def _each(*marks: Any) -> Any:
-    parameters: list[Any] = ["c10d"]
-    if OPERATORS_READY:
-        parameters.append(pytest.param("operators", marks=marks))
+    parameters = ["c10d", pytest.param("operators", marks=marks)]
     return pytest.mark.parametrize("communication", parameters, indirect=True)
 
 

@@ -46,7 +46,8 @@ from torchtitan_dmuon.runtime.select import find_layers
         ({"assignment": "lpt"}, "assignment: expected one of balanced, round_robin, elements"),
         (
             {"communication": "nccl"},
-            "communication: expected c10d or a function that opens a communicator, got 'nccl'",
+            "communication: expected c10d, operators, auto, or a function that opens a "
+            "communicator, got 'nccl'",
         ),
         ({"matrix_specs": [1]}, "matrix_specs: expected patterns with MatrixSpecs"),
         ({"matrix_specs": {"up": (1, 2)}}, "matrix_specs['up']: expected a MatrixSpec"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from torchtitan_dmuon.comm.streams import CommunicationError
-from torchtitan_dmuon.native.segments import CSegment, Segment, to_c
+from torchtitan_dmuon.native import load
+from torchtitan_dmuon.native.segments import CSegment, Segment, extent, to_c
 
 _BAD_ARGUMENT, _SYSTEM, _TIMEOUT, _BROKEN = -1, -2, -3, -4
 
@@ -119,6 +120,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
         ctypes.c_uint64,
         _OUT,
     ],
+    "dmuon_check": [_P, ctypes.c_uint64, ctypes.c_uint64],
     "dmuon_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _P],
     "dmuon_publish_create": [
         _P,
@@ -150,14 +152,24 @@ class Library:
         path: The compiled library.
         opener: Its function that opens a communicator.
         arguments: C types of the opener's arguments before the mesh.
+        more: Functions that only this fabric's library has, and their C types.
+
+    Raises:
+        NativeError: it does not load.
     """
 
-    def __init__(self, path: Path, opener: str, arguments: Sequence[Any]) -> None:
-        self._functions = ctypes.CDLL(str(path))
+    def __init__(
+        self,
+        path: Path,
+        opener: str,
+        arguments: Sequence[Any],
+        more: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        self._functions = load(path)
         self._functions.dmuon_error.restype = ctypes.c_char_p
         self._functions.dmuon_error.argtypes = []
         self._opener = opener
-        declared = {**_ARGUMENTS, opener: [*arguments, ctypes.POINTER(_Mesh), _OUT]}
+        declared = {**_ARGUMENTS, opener: [*arguments, ctypes.POINTER(_Mesh), _OUT], **(more or {})}
         for name, types in declared.items():
             function = getattr(self._functions, name)
             function.restype, function.argtypes = ctypes.c_int, types
@@ -199,9 +211,10 @@ def _to_c(mesh: WindowMesh) -> _Mesh:
             continue
         size = 1 << 8 * ctypes.sizeof(kind)
         least = -size // 2 if kind is ctypes.c_int32 else 0
-        if not least <= values[name] < least + size:
+        value = values[name]
+        if not isinstance(value, int) or not least <= value < least + size:
             expected = f"{least} to {least + size - 1}"
-            raise ValueError(f"{name} is {values[name]}, expected a number from {expected}")
+            raise ValueError(f"{name} is {value!r}, expected a number from {expected}")
     return _Mesh(**values)
 
 
@@ -233,8 +246,8 @@ class Window:
         *,
         label: str,
         dtype: torch.dtype,
-        buffer_bytes: int,
-        home_bytes: int = 0,
+        buffer_bytes: int | None = None,
+        home_bytes: int | None = None,
     ) -> WindowGroup:
         """Freeze a table; every rank does it alike. Nothing is sent.
 
@@ -243,13 +256,14 @@ class Window:
             segments: The table.
             label: Names the group in errors.
             dtype: Of a reduction's elements: bfloat16 or float32. A gather moves bytes of any.
-            buffer_bytes: Size of the group's buffer.
-            home_bytes: Reduction: size of the owners' reduced buffers.
+            buffer_bytes: Size of the group's buffer; None: what the segments take.
+            home_bytes: Reduction: size of the owners' reduced buffers; None: as above.
 
         Raises:
             ValueError: a segment is misaligned, overlaps another, lies outside or has an owner
                 outside the mesh, or there are too many; the text names it.
         """
+        encoded = _encoded(label)
         number = _DTYPES.get(dtype)
         if number is None and operation is Operation.REDUCE_SCATTER_V:
             raise ValueError(f"{label}: cannot reduce {dtype}, expected bfloat16 or float32")
@@ -257,11 +271,16 @@ class Window:
             table = to_c(segments)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
+        if buffer_bytes is None:
+            buffer_bytes = extent(segments)
+        if home_bytes is None:
+            reduces = operation is Operation.REDUCE_SCATTER_V
+            home_bytes = extent(segments, homes=True) if reduces else 0
         handle = _P()
         self._library.call(
             "dmuon_group_create",
             self._handle,
-            label.encode(),
+            encoded,
             int(operation),
             number or 0,
             table,
@@ -270,7 +289,7 @@ class Window:
             home_bytes,
             ctypes.byref(handle),
         )
-        return WindowGroup(self, self._library, handle, buffer_bytes, home_bytes)
+        return WindowGroup(self, self._library, handle, dtype, buffer_bytes, home_bytes)
 
     def ask(self, function: str, *arguments: Any) -> None:
         """Call a function that only this fabric's library has, on the communicator."""
@@ -299,6 +318,7 @@ class Window:
             ValueError: a task is empty, misaligned, overlaps another, lies outside or has an owner
                 outside the rail, or there are too many; the text names it.
         """
+        encoded = _encoded(label)
         if len(names) != len(tasks):
             raise ValueError(f"publish of {label}: {len(names)} names for {len(tasks)} tasks")
         try:
@@ -309,8 +329,8 @@ class Window:
         self._library.call(
             "dmuon_publish_create",
             self._handle,
-            label.encode(),
-            (ctypes.c_char_p * len(names))(*(name.encode() for name in names)),
+            encoded,
+            (ctypes.c_char_p * len(names))(*map(_encoded, names)),
             table,
             len(tasks),
             buffer,
@@ -346,6 +366,7 @@ class WindowGroup:
 
     Attributes:
         window: Where its buffers lie.
+        dtype: Of a reduction's elements.
         buffer_bytes: Size of its buffer.
         home_bytes: Size of the owners' reduced buffers.
     """
@@ -355,15 +376,21 @@ class WindowGroup:
         window: Window,
         library: Library,
         handle: ctypes.c_void_p,
+        dtype: torch.dtype,
         buffer_bytes: int,
         home_bytes: int,
     ) -> None:
         self.window = window
+        self.dtype = dtype
         self.buffer_bytes = buffer_bytes
         self.home_bytes = home_bytes
         self._library = library
         self._handle = handle
         _own(self, "dmuon_group_destroy", library, handle, window)
+
+    def check(self, buffer: int, home: int = 0) -> None:
+        """Raise ValueError if `call` would, for these places."""
+        self._library.call("dmuon_check", self._handle, buffer, home)
 
     def call(self, buffer: int, home: int = 0, stream: int | None = None) -> None:
         """Run the operation on buffers at these window offsets, the same on every rank.
@@ -372,13 +399,31 @@ class WindowGroup:
             buffer: Of the group's buffer, bytes, a multiple of 16.
             home: Reduction: of the owners' reduced buffer.
             stream: gin: the CUDA stream's handle; the call returns at once. shm: None; the call
-                runs to the end in the calling thread.
+                runs to the end in the calling thread. If a signal's handler raises there, the
+                call ends with what it raised, and later calls fail.
 
         Raises:
-            ValueError: an offset outside the window.
-            CommunicationError: a rank did not come in time; later calls fail too.
+            ValueError: an offset outside the window, or buffers that overlap.
+            CommunicationError: a rank did not come in time, or (shm) ranks disagree about the call;
+                later calls fail too.
         """
-        self._library.call("dmuon_call", self._handle, buffer, home, stream)
+        if stream is not None:
+            self._library.call("dmuon_call", self._handle, buffer, home, stream)
+            return
+        paused = ctypes.c_int32(0)
+        try:
+            # Handlers of signals run when C returns, before its answer is looked at: only C's own
+            # word says then whether the call has paused.
+            self._go_on(buffer, home, paused)
+            while paused.value:
+                self._go_on(buffer, home, paused)
+        except BaseException:
+            if paused.value:
+                self._library.call("dmuon_shm_give_up", self._handle)
+            raise
+
+    def _go_on(self, buffer: int, home: int, paused: ctypes.c_int32) -> None:
+        self._library.call("dmuon_shm_call", self._handle, buffer, home, ctypes.byref(paused))
 
 
 class WindowPublish:
@@ -431,6 +476,13 @@ class WindowPublish:
     def stop(self) -> None:
         """No more releases will come: a run that waits for one ends."""
         self._library.call("dmuon_publish_stop", self._handle)
+
+
+def _encoded(text: str) -> bytes:
+    """Return a label for C, which ends it at the first NUL."""
+    if not isinstance(text, str) or "\0" in text:
+        raise ValueError(f"label {text!r}: expected text without NUL")
+    return text.encode()
 
 
 def _own(

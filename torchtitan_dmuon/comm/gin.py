@@ -53,8 +53,17 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
         OSError: NCCL or CUDA refused on some rank, which the text names with what is missing; or
             NCCL gives ranks different networks.
     """
-    library = _library(architecture(device))
-    _check_alike(group, mesh)
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    library: Library | None = None
+    lack = ""
+    # A rank that cannot even begin tells the others, which would wait for it in vain.
+    try:
+        library = _library(architecture(device))
+    except (NativeError, OSError) as error:
+        lack = str(error)
+    _check_alike(group, mesh, lack)
+    assert library is not None
     identity = (ctypes.c_char * _ID_BYTES)()
     # One failing rank must not leave the others waiting for its bytes: None tells them.
     told: list[bytes | str | None] = [None]
@@ -67,7 +76,8 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
     dist.broadcast_object_list(told, group=group, group_src=0)
     if not isinstance(told[0], bytes):
         raise OSError(f"gin: rank 0: {told[0]}")
-    window, own = None, ""
+    window: Window | None = None
+    own = ""
     try:
         window = library.open(mesh, told[0], _ID_BYTES, device.index)
     except OSError as error:
@@ -156,7 +166,7 @@ def _check_networks(group: dist.ProcessGroup, own: tuple[int, int] | str) -> Non
             )
 
 
-def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh) -> None:
+def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh, lack: str = "") -> None:
     shared: dict[str, object] = {k: v for k, v in asdict(mesh).items() if k != "rank"}
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if mesh.rank != rank or mesh.nodes * mesh.rails != size:
@@ -164,6 +174,10 @@ def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh) -> None:
             f"mesh of {mesh.nodes} x {mesh.rails} ranks and rank {mesh.rank}, expected the "
             f"process group's {size} ranks and rank {rank}"
         )
+    lacks = _all_gather(group, lack)
+    for other, text in enumerate(lacks):
+        if text:
+            raise NativeError(f"gin: rank {other}: {text}")
     all_shared = _all_gather(group, shared)
     for other, values in enumerate(all_shared):
         if "error" in values:

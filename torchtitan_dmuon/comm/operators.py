@@ -15,6 +15,7 @@ asynchronous: each operation has its own stream, so a gather runs beside a reduc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -24,8 +25,22 @@ import torch.distributed as dist
 from torchtitan_dmuon.comm import gin, shm
 from torchtitan_dmuon.comm.binding import PUBLISH, Operation, Window, WindowGroup, WindowMesh
 from torchtitan_dmuon.comm.publish import Publish
-from torchtitan_dmuon.comm.streams import Event, Stream, mark, open_stream
-from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned, place
+from torchtitan_dmuon.comm.streams import (
+    CommunicationError,
+    Event,
+    HostStream,
+    Stream,
+    mark,
+    open_stream,
+)
+from torchtitan_dmuon.native.segments import (
+    ALIGNMENT,
+    Segment,
+    aligned,
+    check_segments,
+    extent,
+    place,
+)
 
 __all__ = ["AllGatherV", "Operators", "Publish", "ReduceScatterV", "Segment", "place"]
 
@@ -44,6 +59,9 @@ class _Operator:
         return self._operators.offset_of(tensor, nbytes, self.label)
 
     def _start(self, buffer: int, home: int, after: Sequence[Event]) -> Event:
+        self._operators.check_open(self.label)
+        # Here, not on the stream, which runs nothing more after an error.
+        self._group.check(buffer, home)
         event = self._operators.stream(self._operation).submit(
             f"{self._operation.name.lower()} of {self.label}",
             lambda: self._operators.call(self._group, buffer, home),
@@ -54,6 +72,7 @@ class _Operator:
         return event
 
     def _run(self, buffer: int, home: int) -> None:
+        self._operators.check_open(self.label)
         self._operators.finish(self._operation)
         self._operators.call(self._group, buffer, home)
 
@@ -77,6 +96,7 @@ class AllGatherV(_Operator):
 
         Raises:
             ValueError: a buffer that is not contiguous, outside the window or too small.
+            CommunicationError: the operators are closed.
         """
         return self._start(self._offset(buffer, self._group.buffer_bytes), 0, after)
 
@@ -88,7 +108,8 @@ class AllGatherV(_Operator):
 
         Raises:
             ValueError: as for a call.
-            CommunicationError: a rank did not come in time.
+            CommunicationError: a rank did not come in time, ranks disagree about the call, or the
+                operators are closed.
         """
         self._run(self._offset(buffer, self._group.buffer_bytes), 0)
 
@@ -107,17 +128,20 @@ class ReduceScatterV(_Operator):
         """Start one call.
 
         Args:
-            buffer: In the window, at least the group's size, at the same place on every rank; every
-                rank has written all segments.
-            reduced: In the window, at the same place on every rank; owners get their sums at their
-                segments' `home`. May be `buffer` if each segment's home is its offset.
+            buffer: In the window, of the group's dtype, at least its size, at the same place on
+                every rank; every rank has written all segments.
+            reduced: In the window, of the group's dtype, at the same place on every rank; owners
+                get their sums at their segments' `home`. May be `buffer` if each segment's home is
+                its offset; else the two do not overlap.
             after: Events that come first, beside what the current stream of a GPU has to do.
 
         Returns:
             The end of the call on this rank.
 
         Raises:
-            ValueError: a buffer that is not contiguous, outside the window or too small.
+            ValueError: a buffer that is not contiguous, outside the window, too small or of another
+                dtype, or buffers that overlap.
+            CommunicationError: the operators are closed.
         """
         return self._start(*self._places(buffer, reduced), after)
 
@@ -126,6 +150,11 @@ class ReduceScatterV(_Operator):
         self._run(*self._places(buffer, reduced))
 
     def _places(self, buffer: torch.Tensor, reduced: torch.Tensor) -> tuple[int, int]:
+        for name, tensor in (("buffer", buffer), ("reduced", reduced)):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype != self._group.dtype:
+                raise ValueError(
+                    f"{self.label}: {name} is of {tensor.dtype}, the group of {self._group.dtype}"
+                )
         return (
             self._offset(buffer, self._group.buffer_bytes),
             self._offset(reduced, self._group.home_bytes),
@@ -142,6 +171,10 @@ def _mesh(
     chunk_bytes: int = 0,
     slots: int = 0,
 ) -> WindowMesh:
+    if not isinstance(window_bytes, int) or window_bytes < 1:
+        raise ValueError(f"window_bytes is {window_bytes!r}, expected a whole number from 1")
+    if not isinstance(timeout, timedelta):
+        raise ValueError(f"timeout is {timeout!r}, expected a datetime.timedelta")
     return WindowMesh(
         nodes=nodes,
         rails=rails,
@@ -166,6 +199,8 @@ class Operators:
         self.window = window
         self.memory = memory
         self._used = 0
+        self._closed = False
+        self._process = os.getpid()
         self._last: dict[Operation, Event] = {}
         self._publishes: list[Publish] = []
         self._streams: dict[Operation, Stream] = {
@@ -258,8 +293,14 @@ class Operators:
         All ranks take the same sizes in the same order, so that it lies at the same place.
 
         Raises:
-            ValueError: the window has no room for it.
+            ValueError: a bad size or dtype, or the window has no room.
+            CommunicationError: the operators are closed.
         """
+        self.check_open("empty()")
+        if not isinstance(numel, int) or numel < 0:
+            raise ValueError(f"numel is {numel!r}, expected a whole number from 0")
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype is {dtype!r}, expected a torch.dtype")
         nbytes = numel * dtype.itemsize
         if nbytes > self.window.nbytes - self._used:
             raise ValueError(
@@ -273,33 +314,30 @@ class Operators:
     def all_gather_v(self, segments: Sequence[Segment], *, label: str = "all") -> AllGatherV:
         """Freeze a gather's table. `label` names it in errors.
 
+        The label is the same on every rank; on shm ranks compare it.
+
         Raises:
-            ValueError: a bad segment; the text names it.
+            ValueError: a bad segment, or one that no window of this size holds; the text names it.
+            CommunicationError: the operators are closed.
         """
+        self.check_open(label)
         group = self.window.create_group(
-            Operation.ALL_GATHER_V,
-            segments,
-            label=label,
-            dtype=torch.uint8,
-            buffer_bytes=max((s.offset + aligned(s.bytes) for s in segments), default=0),
+            Operation.ALL_GATHER_V, tuple(segments), label=label, dtype=torch.uint8
         )
         return AllGatherV(self, group, label)
 
     def reduce_scatter_v(
         self, segments: Sequence[Segment], dtype: torch.dtype, *, label: str = "all"
     ) -> ReduceScatterV:
-        """Freeze a reduction's table, of bfloat16 or float32 elements.
+        """Freeze a reduction's table, of bfloat16 or float32 elements; else as `all_gather_v`.
 
         Raises:
             ValueError: a bad segment or dtype; the text names it.
+            CommunicationError: the operators are closed.
         """
+        self.check_open(label)
         group = self.window.create_group(
-            Operation.REDUCE_SCATTER_V,
-            segments,
-            label=label,
-            dtype=dtype,
-            buffer_bytes=max((s.offset + aligned(s.bytes) for s in segments), default=0),
-            home_bytes=max((s.home + aligned(s.bytes) for s in segments), default=0),
+            Operation.REDUCE_SCATTER_V, tuple(segments), label=label, dtype=dtype
         )
         return ReduceScatterV(self, group, label)
 
@@ -326,8 +364,11 @@ class Operators:
 
         Raises:
             ValueError: a bad task or buffer; the text names it.
+            CommunicationError: the operators are closed.
         """
-        nbytes = max((s.offset + aligned(s.bytes) for s in tasks), default=0)
+        self.check_open(label)
+        check_segments(tasks, "task")
+        nbytes = extent(tasks)
         table = self.window.create_publish(
             tasks,
             label=label,
@@ -367,6 +408,19 @@ class Operators:
         for operation in (*Operation, PUBLISH):
             self.window.check(operation)
 
+    def check_open(self, what: str) -> None:
+        """Raise CommunicationError if this was closed, or opened by a process that forked this one.
+
+        Args:
+            what: Is asked for; the text begins with it.
+        """
+        if self._closed:
+            raise CommunicationError(f"{what}: the operators are closed")
+        if os.getpid() != self._process:
+            raise CommunicationError(
+                f"{what}: the operators belong to process {self._process}, which forked this one"
+            )
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the window."""
         begin = tensor.data_ptr() - self.window.pointer
@@ -379,12 +433,16 @@ class Operators:
             ValueError: it is not contiguous, outside the window, smaller than `nbytes` or begins
                 at no multiple of 16.
         """
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ValueError(f"{label}: expected a dense tensor, got {type(tensor).__name__}")
         size = tensor.numel() * tensor.element_size()
         if not tensor.is_contiguous() or size < nbytes:
             raise ValueError(
-                f"{label}: needs a contiguous tensor of {nbytes} bytes or more, got "
-                f"{size} bytes with strides {tensor.stride()}"
+                f"{label}: needs a contiguous tensor of {nbytes} bytes or more (segments take "
+                f"multiples of {ALIGNMENT}), got {size} bytes with strides {tensor.stride()}"
             )
+        if size == 0:
+            return 0  # lies nowhere
         if not self.contains(tensor):
             raise ValueError(f"{label}: the tensor is not in the window; take it with empty()")
         offset = tensor.data_ptr() - self.window.pointer
@@ -399,11 +457,19 @@ class Operators:
         """Finish what was started and end the streams. Memory ends with its last tensor.
 
         Raises:
-            CommunicationError: on a GPU, a call waited for too long.
+            CommunicationError: a call failed and nobody who waited was told, or, on a GPU, waited
+                for too long.
         """
+        if self._closed:
+            return
+        self._closed = True
         for publish in self._publishes:
             publish.close()
         for stream in self._streams.values():
             stream.close()
         if self.memory.device.type == "cuda":
             self.check()
+        hosts = [s for s in self._streams.values() if isinstance(s, HostStream)]
+        failures = [stream.failure for stream in hosts if stream.failure is not None]
+        if failures and not any(stream.told for stream in hosts):
+            raise failures[0]

@@ -109,7 +109,9 @@ class Publish:
             CommunicationError: they did not come in time (the text names task, source node and
                 step), or a call failed. On a GPU a later call, or `Operators.check`, says so.
         """
-        self._publish.wait(first, stop - first, step, self._current())
+        # The name is the traces': docs/timeline.md.
+        with torch.profiler.record_function(f"wait for publish of {self.label}"):
+            self._publish.wait(first, stop - first, step, self._current())
 
     def close(self) -> None:
         """Let a started call end, then end the stream.

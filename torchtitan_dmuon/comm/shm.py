@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import threading
 from functools import cache
+from typing import Any
 
 import torch
 
 from torchtitan_dmuon.comm.binding import Library, Window, WindowMesh
 from torchtitan_dmuon.native import build
+
+_P, _INT = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
+_MORE: dict[str, list[Any]] = {
+    "dmuon_shm_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _INT],
+    "dmuon_shm_give_up": [_P],
+}
+_STOP_SECONDS = 10.0
 
 _SOURCES = (
     "api/shm_api.cpp",
@@ -24,7 +34,7 @@ _SOURCES = (
 @cache
 def _library() -> Library:
     path = build("dmuon_shm", _SOURCES, libraries=["-pthread"])
-    return Library(path, "dmuon_shm_open", [ctypes.c_char_p])
+    return Library(path, "dmuon_shm_open", [ctypes.c_char_p, _INT], _MORE)
 
 
 def prepare() -> None:
@@ -52,7 +62,33 @@ def open_window(job: str, mesh: WindowMesh) -> Window:
         OSError: no room in /dev/shm, or ranks disagree about the mesh.
         CommunicationError: a rank did not come within the mesh's time limit.
     """
-    return _library().open(mesh, job.encode())
+    if not isinstance(job, str) or not re.fullmatch("[A-Za-z0-9-]{1,64}", job):
+        raise ValueError(f"job {job!r}: expected 1 to 64 letters, digits or hyphens")
+    library = _library()
+    stop, ended = ctypes.c_int32(0), threading.Event()
+    opened: list[Window | BaseException] = []
+
+    def work() -> None:
+        try:
+            opened.append(library.open(mesh, job.encode(), ctypes.byref(stop)))
+        except BaseException as error:
+            opened.append(error)
+        ended.set()
+
+    # In a thread of its own: a signal's handler could not run while the caller's waits in C.
+    thread = threading.Thread(target=work, name="dmuon_open", daemon=True)
+    thread.start()
+    try:
+        ended.wait()
+    except BaseException:
+        stop.value = 1
+        thread.join(_STOP_SECONDS)
+        raise
+    thread.join()
+    window = opened.pop()
+    if isinstance(window, BaseException):
+        raise window
+    return window
 
 
 def memory(window: Window) -> torch.Tensor:

@@ -12,6 +12,8 @@ the same sequence, whatever their timing.
 from __future__ import annotations
 
 import atexit
+import math
+import os
 import queue
 import threading
 import time
@@ -55,15 +57,41 @@ class Stream(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Run what is queued, then end. Nothing may be submitted afterwards."""
+        """Run what is queued, then end. What is submitted afterwards is refused."""
+
+
+class _Progress:
+    """How a stream's thread gets on.
+
+    Attributes:
+        limit: Seconds that one piece of work may take.
+        since: When the thread last began or ended something; infinite: it waits for another stream,
+            which has a limit of its own.
+        failure: What ended the stream's work, if anything did.
+        told: Whether somebody who waited was told of it.
+    """
+
+    __slots__ = ("failure", "limit", "since", "told")
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.since = time.monotonic()
+        self.failure: CommunicationError | None = None
+        self.told = False
+
+    def left(self, submitted: float) -> float:
+        """Seconds that may pass before who waits for a piece submitted then looks again; 0: up."""
+        left = max(self.since, submitted) + self.limit - time.monotonic()
+        return max(0.0, min(left, _LOOK_SECONDS))
 
 
 class _HostEvent(Event):
-    __slots__ = ("_done", "_error", "_label", "_timeout_seconds")
+    __slots__ = ("_done", "_error", "_label", "_progress", "_submitted")
 
-    def __init__(self, label: str, timeout_seconds: float) -> None:
+    def __init__(self, label: str, progress: _Progress) -> None:
         self._label = label
-        self._timeout_seconds = timeout_seconds
+        self._progress = progress
+        self._submitted = time.monotonic()
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -75,13 +103,18 @@ class _HostEvent(Event):
         # Traces show who waited, for what: only those who really did.
         if not self._done.is_set():
             with torch.profiler.record_function(f"wait for {self._label}"):
-                self._done.wait(self._timeout_seconds)
-        if not self._done.is_set():
-            raise CommunicationError(
-                f"{self._label}: not finished after {self._timeout_seconds:.0f} s"
-            )
+                self._wait()
         if self._error is not None:
+            self._progress.told = True
             raise CommunicationError(str(self._error)) from self._error
+
+    def _wait(self) -> None:
+        # The limit is that of a piece of work: those before this one have each their own.
+        while not self._done.wait(self._progress.left(self._submitted)):
+            if self._progress.left(self._submitted) == 0.0:
+                raise CommunicationError(
+                    f"{self._label}: not finished after {self._progress.limit:.0f} s"
+                )
 
 
 class _Done(Event):
@@ -93,48 +126,92 @@ class HostStream(Stream):
     """A thread that runs what it is given, one piece after the other.
 
     After a failure nothing more runs: what is behind it fails with the same error, because ranks no
-    longer agree on what was exchanged.
+    longer agree on what was exchanged. The thread ends with the stream, closed or dropped, once
+    what was submitted has run.
+
+    Args:
+        name: Of the thread.
+        timeout_seconds: Limit of the operations that run here.
     """
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
         # The operation's own limit comes first and has the better message; this is the backstop.
-        self._timeout_seconds = timeout_seconds + 30
-        self._queue: queue.SimpleQueue[
-            tuple[str, Callable[[], None], Sequence[Event], _HostEvent] | None
-        ]
-        self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._progress = _Progress(timeout_seconds + 30)
+        self._process = os.getpid()
+        self._queue: _Queue = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue, self._progress), name=name, daemon=True
+        )
         self._thread.start()
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
         _OPEN.add(self)
 
     def submit(self, label: str, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
-        event = _HostEvent(label, self._timeout_seconds)
+        """Queue a piece of work; see `Stream.submit`.
+
+        Raises:
+            CommunicationError: the stream is closed, or another process opened it.
+        """
+        if not self._end.alive:
+            raise CommunicationError(f"{label}: its stream is closed")
+        if os.getpid() != self._process:
+            raise CommunicationError(
+                f"{label}: its stream belongs to process {self._process}, which forked this one"
+            )
+        event = _HostEvent(label, self._progress)
         self._queue.put((label, work, tuple(after), event))
         return event
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        self._queue.put(None)
-        self._thread.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        """Run what is queued, then end.
+
+        Args:
+            timeout_seconds: Longest wait for all of it; None: as long as each piece keeps to its
+                limit.
+        """
+        self._end()
+        if os.getpid() != self._process:
+            return
+        if timeout_seconds is not None:
+            self._thread.join(timeout_seconds)
+            return
+        begin = time.monotonic()
+        while self._thread.is_alive() and (left := self._progress.left(begin)) > 0:
+            self._thread.join(left)
+
+    @property
+    def failure(self) -> CommunicationError | None:
+        """What ended this stream's work; None: nothing did."""
+        return self._progress.failure
+
+    @property
+    def told(self) -> bool:
+        """Whether somebody who waited was told of the failure."""
+        return self._progress.told
 
 
-def _serve(
-    work_queue: queue.SimpleQueue[
-        tuple[str, Callable[[], None], Sequence[Event], _HostEvent] | None
-    ],
-) -> None:
-    failure: BaseException | None = None
+_Queue = queue.SimpleQueue[tuple[str, Callable[[], None], Sequence[Event], _HostEvent] | None]
+_LOOK_SECONDS = 5.0
+
+
+def _serve(work_queue: _Queue, progress: _Progress) -> None:
     while (item := work_queue.get()) is not None:
         label, work, after, event = item
-        if failure is None:
+        if progress.failure is None:
             try:
+                progress.since = math.inf
                 for earlier in after:
                     earlier.wait()
+                progress.since = time.monotonic()
                 with torch.profiler.record_function(label):
                     work()
             except BaseException as error:
                 failure = CommunicationError(_named(label, str(error)))
                 failure.__cause__ = error
-        event.finish(failure)
+                progress.failure = failure
+        progress.since = time.monotonic()
+        event.finish(progress.failure)
         # The closure holds tensors: let them go before waiting for the next piece.
         del item, work, after, event
 

@@ -47,16 +47,31 @@ def to_c(segments: Sequence[Segment], noun: str = "segment") -> ctypes.Array[CSe
     Raises:
         ValueError: a number that C's integers do not hold; the text names the segment.
     """
+    check_segments(segments, noun)
     table = (CSegment * len(segments))()
     for i, s in enumerate(segments):
-        for name in ("offset", "home", "bytes"):
-            if not 0 <= getattr(s, name) < 1 << 63:
-                raise ValueError(f"{noun} {i}: {name} {getattr(s, name)}, expected 0 to 2^63 - 1")
-        for name in ("node", "rail"):  # what is no rank, but a number, the core names
-            if not -(1 << 31) <= getattr(s, name) < 1 << 31:
-                raise ValueError(f"{noun} {i}: owner {name} {getattr(s, name)} is no rank")
         table[i] = CSegment(s.offset, s.home, s.bytes, s.node, s.rail)
     return table
+
+
+def check_segments(segments: Sequence[Segment], noun: str = "segment") -> None:
+    """Raise ValueError, with the segment's number, for what C's integers do not hold."""
+    for i, s in enumerate(segments):
+        if not isinstance(s, Segment):
+            raise ValueError(f"{noun} {i}: is {s!r}, expected a Segment")
+        for name in ("offset", "home", "bytes"):
+            value = getattr(s, name)
+            if not isinstance(value, int) or not 0 <= value < 1 << 63:
+                raise ValueError(f"{noun} {i}: {name} {value!r}, expected 0 to 2^63 - 1")
+        for name in ("node", "rail"):  # what is no rank, but a number, the core names
+            value = getattr(s, name)
+            if not isinstance(value, int) or not -(1 << 31) <= value < 1 << 31:
+                raise ValueError(f"{noun} {i}: owner {name} {value!r} is no rank")
+
+
+def extent(segments: Sequence[Segment], *, homes: bool = False) -> int:
+    """Return the bytes that hold all segments with their padding, or all their homes."""
+    return max(((s.home if homes else s.offset) + aligned(s.bytes) for s in segments), default=0)
 
 
 def aligned(length: int) -> int:
@@ -72,9 +87,14 @@ def place(lengths: Sequence[int]) -> tuple[list[int], int]:
 
     Returns:
         First byte of each, and the bytes of the whole buffer; multiples of 16.
+
+    Raises:
+        ValueError: a length below 0.
     """
     offsets, position = [], 0
-    for length in lengths:
+    for i, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"length {i} is {length}, expected 0 or more")
         offsets.append(position)
         position += aligned(length)
     return offsets, position

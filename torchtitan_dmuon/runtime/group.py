@@ -21,6 +21,7 @@ from torchtitan_dmuon.comm.streams import mark
 from torchtitan_dmuon.ownership import Matrix
 from torchtitan_dmuon.runtime.layout import Layout, Segment, align
 from torchtitan_dmuon.runtime.pool import Pool, Space
+from torchtitan_dmuon.runtime.publisher import Publisher
 from torchtitan_dmuon.runtime.signatures import move_storage
 
 Places = list[tuple[nn.Module, str]]
@@ -135,6 +136,8 @@ class Group(ABC):
         # Line D only: where its memory may lie, and its number there.
         self.pool = Pool()
         self.index = -1
+        # Line D: hands pieces on in place of broadcasts, once the pool is open.
+        self.publisher: Publisher | None = None
         self._placed = False
 
     # -- memory ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torchtitan_dmuon.comm import Event
 from torchtitan_dmuon.comm.streams import mark
 from torchtitan_dmuon.runtime.group import Group, part
 from torchtitan_dmuon.runtime.layout import Segment, are_neighbours
-from torchtitan_dmuon.runtime.publisher import Publisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,6 @@ class OwnerGroup(Group):
         self.has_copy = self.rows > 1 or self.resident
         self._publishing: list[Event] = []
         self.pieces = pieces_of(self.led)
-        # Line D: hands pieces on in place of broadcasts.
-        self.publisher: Publisher | None = None
         # Line D: where sums go directly; and whether one came since gradients were cleared.
         self.home: OwnerWindow | None = None
         self._summed = False

@@ -393,8 +393,8 @@ class Runtime:
 
     @property
     def publisher(self) -> Publisher | None:
-        """What hands on the pieces of all groups, once the pool is open."""
-        return next((g.publisher for g in self.groups if getattr(g, "publisher", None)), None)
+        """What hands pieces on, once the pool is open."""
+        return next((group.publisher for group in self.groups if group.publisher), None)
 
     def free_all(self) -> None:
         """Give up every gathered buffer, and let no publish still read what is about to change."""

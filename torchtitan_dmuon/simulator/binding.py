@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torchtitan_dmuon.native.build import build
 from torchtitan_dmuon.native.segments import Segment, to_c
 from torchtitan_dmuon.simulator.cluster import Costs
+from torchtitan_dmuon.simulator.watch import Watch, watched
 
 SOURCES = (
     "api/sim_api.cpp",
@@ -153,7 +154,7 @@ class Told:
         self.arguments = (ctypes.byref(self._summary), self._links, self._rank_us)
 
     def outcome(self, code: int) -> Outcome:
-        """Return what the run showed; `code` is what the C function returned.
+        """Return what the run showed; `code` is what the C function returned to this thread.
 
         Raises:
             ValueError, Violation: what it means, with its text.
@@ -177,14 +178,14 @@ def library() -> ctypes.CDLL:
     """Return the compiled simulator."""
     functions = ctypes.CDLL(str(build("dmuon_sim", SOURCES, flags=("-O2",))))
     functions.dmuon_error.restype = ctypes.c_char_p
-    told_and_actor = [ctypes.c_void_p] * 4
+    told_actor_watch = [ctypes.c_void_p] * 5
     functions.dmuon_sim_run.argtypes = [
         ctypes.POINTER(_Config),
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_uint64,
         ctypes.c_uint64,
-        *told_and_actor,
+        *told_actor_watch,
     ]
     functions.dmuon_sim_publish.argtypes = [
         ctypes.c_void_p,
@@ -192,7 +193,7 @@ def library() -> ctypes.CDLL:
         ctypes.c_void_p,
         ctypes.c_uint64,
         ctypes.c_uint64,
-        *told_and_actor,
+        *told_actor_watch,
     ]
     return functions
 
@@ -204,6 +205,7 @@ def simulate(
     *,
     schedules: int = 1,
     protocol: ctypes.CDLL | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Make the calls one after the other on every rank, in one channel.
 
@@ -214,26 +216,36 @@ def simulate(
         schedules: Runs, with the seeds run.seed, run.seed + 1, ...; the outcome is the last one's.
         protocol: A library made of `PROTOCOL_SOURCES`, in place of this package's: it drives the
             calls.
+        progress: Called now and then with the share of a schedule that is done, 0 to 1.
 
     Raises:
         ValueError: a table or a size is wrong; the message names the segment.
         Violation: a deadlock or, with `run.carry`, wrong bytes or a race.
         NativeError: the simulator cannot be compiled.
+        KeyboardInterrupt: after Ctrl-C; the run has ended.
     """
     flat = [s for call in calls for s in call]
     segments = to_c(flat)
     counts = (ctypes.c_uint64 * len(calls))(*(len(call) for call in calls))
     told = Told(run.nodes * run.rails)
-    code = library().dmuon_sim_run(
-        ctypes.byref(_config(run, costs)),
-        segments,
-        counts,
-        len(calls),
-        schedules,
-        *told.arguments,
-        ctypes.cast(protocol.dmuon_sim_make_actor, ctypes.c_void_p) if protocol else None,
-    )
-    return told.outcome(code)
+    config = _config(run, costs)
+    actor = protocol.dmuon_sim_make_actor if protocol else None
+    functions = library()
+
+    def work(watch: Watch) -> Outcome:
+        code = functions.dmuon_sim_run(
+            ctypes.byref(config),
+            segments,
+            counts,
+            len(calls),
+            schedules,
+            *told.arguments,
+            ctypes.cast(actor, ctypes.c_void_p) if actor else None,
+            ctypes.byref(watch),
+        )
+        return told.outcome(code)
+
+    return watched(work, progress)
 
 
 def _config(run: Run, costs: Costs) -> _Config:

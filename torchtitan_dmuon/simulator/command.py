@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import tyro
 
@@ -13,12 +15,18 @@ from torchtitan_dmuon.config.errors import ConfigError
 from torchtitan_dmuon.native.build import NativeError
 
 if TYPE_CHECKING:
+    from torchtitan_dmuon.simulator.cluster import Cluster
     from torchtitan_dmuon.simulator.operator import Prediction
 
 _MOST_GPUS = 8192
 _MOST_BYTES = 2**36
 _MOST_TASKS = 65536
 _MOST_UPDATE_MS = 10_000
+_MOST_NODES = 1024
+_MOST_PER_NODE = 72
+"""As kMaxNodes and kMaxRails of csrc/core/types.h."""
+
+_QUIET_SECONDS = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,8 +132,40 @@ def check(options: Options) -> None:
             raise ConfigError(f"--{name}: only a publish has it (--op publish)")
 
 
-def predict_from(options: Options) -> Prediction:
+def mesh_of(options: Options, cluster: Cluster) -> tuple[int, int]:
+    """Return the number of nodes, and of GPUs on each.
+
+    Raises:
+        ConfigError: the GPUs fill no such cluster.
+    """
+    own = options.gpus_per_node
+    if not 0 <= own <= _MOST_PER_NODE:
+        raise ConfigError(f"--gpus_per_node: expected 0 to {_MOST_PER_NODE}, got {own}")
+    per_node = own or min(cluster.gpus_per_node, options.gpus)
+    if per_node > _MOST_PER_NODE:
+        raise ConfigError(
+            f"--cluster {options.cluster}: {per_node} GPUs of a node, expected at most "
+            f"{_MOST_PER_NODE}"
+        )
+    nodes, left = divmod(options.gpus, per_node)
+    if left:
+        raise ConfigError(
+            f"--gpus {options.gpus}: expected a multiple of the {per_node} GPUs of a node"
+        )
+    if nodes > _MOST_NODES:
+        raise ConfigError(
+            f"--gpus {options.gpus}: with {per_node} per node (--gpus_per_node) they make {nodes} "
+            f"nodes, expected 1 to {_MOST_NODES}"
+        )
+    return nodes, per_node
+
+
+def predict_from(options: Options, progress: Callable[[float], None] | None = None) -> Prediction:
     """Return what the options ask for.
+
+    Args:
+        options: Of the command.
+        progress: Called now and then with the share that is done, 0 to 1.
 
     Raises:
         ConfigError: a mistake in them, or in the cluster's file.
@@ -138,14 +178,7 @@ def predict_from(options: Options) -> Prediction:
     check(options)
     lengths = parse_lengths(options.lengths)
     cluster = find_cluster(options.cluster)
-    if options.gpus_per_node < 0:
-        raise ConfigError(f"--gpus_per_node: expected at least 0, got {options.gpus_per_node}")
-    per_node = options.gpus_per_node or min(cluster.gpus_per_node, options.gpus)
-    nodes, left = divmod(options.gpus, per_node)
-    if left:
-        raise ConfigError(
-            f"--gpus {options.gpus}: expected a multiple of the {per_node} GPUs of a node"
-        )
+    nodes, per_node = mesh_of(options, cluster)
     cluster = replace(cluster, gpus_per_node=per_node)
     seed, delay_us = options.seed, options.delay_us
     try:
@@ -153,13 +186,20 @@ def predict_from(options: Options) -> Prediction:
             owners = owners_of(options.owners, nodes, 1)
             owners = [owners[i % len(owners)] for i in range(options.tasks or len(owners))]
             tasks = segments_of(options.bytes, lengths, owners)
-            update_ms = options.update_ms
             return predict_publish(
-                cluster, nodes, tasks, update_ms=update_ms, seed=seed, delay_us=delay_us
+                cluster,
+                nodes,
+                tasks,
+                update_ms=options.update_ms,
+                seed=seed,
+                delay_us=delay_us,
+                progress=progress,
             )
         owners = owners_of(options.owners, nodes, per_node)
         segments = segments_of(options.bytes, lengths, owners)
-        return predict(options.op, cluster, nodes, segments, seed=seed, delay_us=delay_us)
+        return predict(
+            options.op, cluster, nodes, segments, seed=seed, delay_us=delay_us, progress=progress
+        )
     except (ValueError, NativeError) as e:
         raise ConfigError(f"dmuon simulate: {e}") from e
 
@@ -191,6 +231,48 @@ def _size(value: float) -> str:
     return f"{value:.0f} B" if power == 0 else f"{value:.1f} {units[power]}"
 
 
+class Progress:
+    """Says how far a run is and how long it may still take, once it takes long.
+
+    A terminal has one line that changes; a file gets a line now and then.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Count from now on.
+
+        Args:
+            stream: Where to say it.
+        """
+        self._stream = stream
+        self._start = time.monotonic()
+        self._pause, self._last = (0.5, "") if stream.isatty() else (10.0, "\n")
+        self._next = self._start + _QUIET_SECONDS
+        self._shown = False
+
+    def __call__(self, share: float) -> None:
+        """Say it, if it is time to.
+
+        Args:
+            share: What is done of the run, 0 to 1.
+        """
+        now = time.monotonic()
+        if now < self._next or not 0 < share < 1:
+            return
+        self._next = now + self._pause
+        left = (now - self._start) * (1 - share) / share
+        text = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+        line = f"simulating: {share:.0%}, about {text} left"
+        self._stream.write(line + self._last if self._last else f"\r{line}\x1b[K")
+        self._stream.flush()
+        self._shown = True
+
+    def close(self) -> None:
+        """Leave a terminal's line empty, for what comes next."""
+        if self._shown and not self._last:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
 def run(options: Options, job_options: Sequence[str], arguments: Sequence[str]) -> None:
     """Simulate and print.
 
@@ -199,5 +281,9 @@ def run(options: Options, job_options: Sequence[str], arguments: Sequence[str]) 
     """
     if job_options:
         raise ConfigError(f"{job_options[0]}: dmuon simulate takes no job (see --help)")
-    prediction = predict_from(options)
+    progress = Progress(sys.stderr)
+    try:
+        prediction = predict_from(options, progress)
+    finally:
+        progress.close()
     print(prediction.to_json() if options.json else report(prediction))

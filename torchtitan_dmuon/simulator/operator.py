@@ -103,6 +103,7 @@ def predict(
     *,
     seed: int = 0,
     delay_us: float = 0.0,
+    progress: Callable[[float], None] | None = None,
 ) -> Prediction:
     """Simulate one call, launched on all GPUs at the same time.
 
@@ -113,6 +114,7 @@ def predict(
         segments: The table.
         seed: Of random delays.
         delay_us: Delays every operation at random up to this, now and then 16 times longer.
+        progress: Called now and then with the share that is done, 0 to 1.
 
     Raises:
         ValueError: a mistake in the table; the message names the segment.
@@ -132,6 +134,7 @@ def predict(
         ),
         cluster.costs,
         [segments],
+        progress=progress,
     )
     return _prediction(operation, cluster, nodes, segments, outcome, seed, delay_us)
 
@@ -144,6 +147,7 @@ def predict_publish(
     update_ms: float = 0.0,
     seed: int = 0,
     delay_us: float = 0.0,
+    progress: Callable[[float], None] | None = None,
 ) -> Prediction:
     """Simulate the publish of one step on one rail, launched on all its GPUs at the same time.
 
@@ -155,6 +159,7 @@ def predict_publish(
             all before the launch.
         seed: Of random delays.
         delay_us: Delays every operation at random up to this, now and then 16 times longer.
+        progress: Called now and then with the share that is done, 0 to 1.
 
     Raises:
         ValueError: a mistake in the tasks; the message names the task.
@@ -167,7 +172,7 @@ def predict_publish(
         delay_us=delay_us,
     )
     ready_us = _ready(tasks, nodes, 1e3 * update_ms)
-    outcome = simulate_publish(run, cluster.costs, tasks, ready_us)
+    outcome = simulate_publish(run, cluster.costs, tasks, ready_us, progress=progress)
     found = _prediction("publish", cluster, nodes, tasks, outcome, seed, delay_us)
     return replace(found, update_ms=update_ms)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_dmuon.native.segments import Segment, to_c
 from torchtitan_dmuon.simulator.binding import CCosts, Outcome, Told, library
 from torchtitan_dmuon.simulator.cluster import Costs
+from torchtitan_dmuon.simulator.watch import Watch, watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ def simulate_publish(
     *,
     schedules: int = 1,
     protocol: ctypes.CDLL | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Publish the tasks step by step; nodes are the ranks of one rail.
 
@@ -67,24 +69,33 @@ def simulate_publish(
             None: all at once, before the call is launched.
         schedules: Runs, with the seeds run.seed, run.seed + 1, ...; the outcome is the last one's.
         protocol: A library made of `binding.PUBLISH_SOURCES`, in place of this package's.
+        progress: Called now and then with the share of a schedule that is done, 0 to 1.
 
     Raises:
         ValueError: a table or a size is wrong; the message names the task.
         Violation: a deadlock or, with `run.carry`, wrong bytes, an old version, or a race.
         NativeError: the simulator cannot be compiled.
+        KeyboardInterrupt: after Ctrl-C; the run has ended.
     """
     values = {name: getattr(run, name) for name, _ in _Config._fields_ if name != "costs"}  # type: ignore[misc]
     config = _Config(**values, costs=CCosts.of(costs))
-    ready = [0.0] * len(tasks) if ready_us is None else ready_us
+    table = to_c(tasks, "task")
+    ready = (ctypes.c_double * len(tasks))(*([0.0] * len(tasks) if ready_us is None else ready_us))
     told = Told(run.nodes)
     actor = protocol.dmuon_sim_make_publish_actor if protocol else None
-    code = library().dmuon_sim_publish(
-        ctypes.byref(config),
-        to_c(tasks, "task"),
-        (ctypes.c_double * len(tasks))(*ready),
-        len(tasks),
-        schedules,
-        *told.arguments,
-        ctypes.cast(actor, ctypes.c_void_p) if actor else None,
-    )
-    return told.outcome(code)
+    functions = library()
+
+    def work(watch: Watch) -> Outcome:
+        code = functions.dmuon_sim_publish(
+            ctypes.byref(config),
+            table,
+            ready,
+            len(tasks),
+            schedules,
+            *told.arguments,
+            ctypes.cast(actor, ctypes.c_void_p) if actor else None,
+            ctypes.byref(watch),
+        )
+        return told.outcome(code)
+
+    return watched(work, progress)
