@@ -111,7 +111,7 @@ def test_ranks_apart_are_named() -> None:
     assert failure == "rank 1: a loss is not finite"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("rank_server")
 def test_naps_change_nothing() -> None:
     """Line D with naps everywhere: the same bits, nothing grows, every place was napped at.
