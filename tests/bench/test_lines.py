@@ -73,7 +73,7 @@ def test_options_and_the_jobs_part_ways() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--lines", "A,D"], r'^--lines\[1\]: "D" .*is not one of "A", "B", "C", "torch"'),
+        (["--lines", "A,E"], r'^--lines\[1\]: "E" .*is not one of "A", "B", "C", "D", "torch"'),
         (["--modes", "hspd_z2"], r"did you mean 'hsdp_z2'\?"),
         (["--rouds", "3"], r"^--rouds: unknown option; did you mean '--rounds'\?"),
         (["--rounds", "0"], r"^--rounds: expected at least 1, got 0"),

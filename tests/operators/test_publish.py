@@ -176,7 +176,11 @@ def test_every_row_gathers_the_new_weights(mesh: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES[:4], ids=_ids)
+@pytest.mark.parametrize(
+    "mesh",
+    [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.long) for mesh in MESHES[1:4])],
+    ids=_ids,
+)
 def test_a_thousand_steps_with_skew(mesh: tuple[int, int, int]) -> None:
     """An old version is never gathered, however late a rank is."""
     ranks = mesh[0] * mesh[1] * mesh[2]
