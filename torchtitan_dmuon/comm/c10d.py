@@ -188,6 +188,21 @@ class C10dCommunicator(Communicator):
             dist.all_gather(result, values, group=self._groups["exchange"])
         return torch.stack(result)
 
+    def agree(self, digest: int, difference: str, advice: str) -> None:
+        """Check that 60 bits of digest are the same on every rank (invariant I6). Collective.
+
+        Raises:
+            RuntimeError: it is not: `difference`, both ranks' digests, `advice`.
+        """
+        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
+        values = self.collect(mine)[:, 0].tolist()
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise RuntimeError(
+                    f"{difference}: mesh rank 0 has digest {values[0]:015x}, rank {rank} has "
+                    f"{value:015x}; {advice}"
+                )
+
     def collect_column(self, values: torch.Tensor) -> torch.Tensor:
         result = [torch.empty_like(values) for _ in self._column_ranks]
         # The publish group, whose stream the caller has waited for.

@@ -456,15 +456,11 @@ def _agree(
     tables = [assignment.digest(), *(layout.digest() for layout in layouts)]
     text = "".join([*tables, repr(settings)])
     digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-    mine = torch.tensor([digest], dtype=torch.int64, device=communicator.device)
-    values = communicator.collect(mine)[:, 0].tolist()
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise RuntimeError(
-                f"ranks disagree on owners, offsets or settings: mesh rank 0 has digest "
-                f"{values[0]:015x}, rank {rank} has {value:015x}; do all have the same model "
-                "(shapes, dtypes, requires_grad) and the same arguments?"
-            )
+    communicator.agree(
+        digest,
+        "ranks disagree on owners, offsets or settings",
+        "do all have the same model (shapes, dtypes, requires_grad) and the same arguments?",
+    )
 
 
 def _make_sites(

@@ -136,16 +136,11 @@ def _plan_windows(groups: Sequence[OwnerGroup], ranges: Ranges) -> _Windows:
 def _agree(
     communicator: OperatorsCommunicator, ranges: Ranges, windows: _Windows, copies: Copies
 ) -> None:
-    digest = ranges.digest((windows.starts(), copies.nbytes))
-    mine = torch.tensor([digest], dtype=torch.int64, device=communicator.device)
-    values = communicator.collect(mine)[:, 0].tolist()
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise RuntimeError(
-                f"ranks planned different pools: mesh rank 0 has digest {values[0]:015x}, rank "
-                f'{rank} has {value:015x}; layers ran in another order there; communication="c10d" '
-                "needs no pool"
-            )
+    communicator.agree(
+        ranges.digest((windows.starts(), copies.nbytes)),
+        "ranks planned different pools",
+        'layers ran in another order there; communication="c10d" needs no pool',
+    )
 
 
 def _log(
