@@ -9,14 +9,12 @@ Broken copies show that these checks can fail.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from torchtitan_dmuon.native import sources_folder
+from tests.operators.stressing import ADDRESS, PLAIN, THREAD, Change, compile_stress
 
 SOURCES = (
     "tests/publish_stress.cpp",
@@ -26,42 +24,15 @@ SOURCES = (
     "core/publish_table.cpp",
 )
 BLOCK_SOURCES = ("tests/publish_block.cpp", "core/table.cpp", "core/publish_table.cpp")
-THREAD = ("-O1", "-g", "-fsanitize=thread")
-ADDRESS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-PLAIN = ("-O1",)
 # nodes, tile bytes, tiles on their way
 WORLDS = [(1, 64, 1), (2, 64, 1), (3, 64, 2), (4, 64, 8), (8, 128, 3)]
 
 pytestmark = pytest.mark.slow
 
-Change = tuple[str, str, str]
-"""File, text that occurs in it once, and what replaces it."""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("publish")
-
-
-@cache
-def _compile(
-    folder: Path,
-    flags: tuple[str, ...],
-    change: Change | None,
-    sources: tuple[str, ...] = SOURCES,
-) -> Path:
-    root = sources_folder()
-    if change is not None:
-        root = Path(shutil.copytree(root, folder / str(abs(hash((flags, change))))))
-        path = root / change[0]
-        text = path.read_text()
-        assert text.count(change[1]) == 1, f"{change[1]!r} is not once in {change[0]}"
-        path.write_text(text.replace(change[1], change[2]))
-    program = folder / f"stress-{abs(hash((flags, change, sources)))}"
-    command = ["g++", "-std=c++17", *flags, f"-I{root}", "-o", str(program)]
-    command += [str(root / source) for source in sources]
-    subprocess.run([*command, "-pthread"], check=True)
-    return program
 
 
 def _run(
@@ -92,7 +63,7 @@ def test_sanitizers_find_nothing(folder: Path, flags: tuple[str, ...]) -> None:
 
     A writer that loses the processor just before it rings looks like a lost ring: two are allowed.
     """
-    program = _compile(folder, flags, None)
+    program = compile_stress(folder, flags, None, SOURCES)
     assert sum(_late(_run(program, world, 30)) for world in WORLDS) <= 2
 
 
@@ -101,7 +72,7 @@ def test_sanitizers_find_nothing(folder: Path, flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("seed", range(2, 5))
 def test_sanitizers_find_nothing_at_length(folder: Path, world: tuple[int, ...], seed: int) -> None:
     """The same for hundreds of steps."""
-    assert _late(_run(_compile(folder, THREAD, None), world, 400, seed=seed)) <= 2
+    assert _late(_run(compile_stress(folder, THREAD, None, SOURCES), world, 400, seed=seed)) <= 2
 
 
 RELAXED = "std::memory_order_relaxed"
@@ -129,7 +100,7 @@ RACES: dict[str, Change] = {
 )
 def test_a_missing_release_is_found(folder: Path, name: str) -> None:
     """Control: without its memory order each of the three words is a race."""
-    result = _run(_compile(folder, THREAD, RACES[name]), (3, 64, 2), 60)
+    result = _run(compile_stress(folder, THREAD, RACES[name], SOURCES), (3, 64, 2), 60)
     assert result.returncode != 0
     assert "data race" in result.stderr
 
@@ -138,7 +109,7 @@ def test_a_missing_release_is_found(folder: Path, name: str) -> None:
 def test_the_kernels_have_no_race(folder: Path, world: tuple[int, ...]) -> None:
     """All threads of a block do the same, or its barriers would hang; releases and flags order the
     bytes."""
-    program = _compile(folder, THREAD, None, BLOCK_SOURCES)
+    program = compile_stress(folder, THREAD, None, BLOCK_SOURCES)
     result = _execute(program, *world, 20, 1)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
 
@@ -154,11 +125,14 @@ def test_a_missing_release_of_the_kernels_is_found(folder: Path, word: str) -> N
         f"  store_release(control.{place}, {value});\n",
         f"  __atomic_store_n(control.{place}, {value}, __ATOMIC_RELAXED);\n",
     )
-    result = _execute(_compile(folder, THREAD, change, BLOCK_SOURCES), 3, 64, 2, 20, 1)
+    result = _execute(compile_stress(folder, THREAD, change, BLOCK_SOURCES), 3, 64, 2, 20, 1)
     assert result.returncode != 0 and "data race" in result.stderr
 
 
 def test_a_lost_ring_is_counted(folder: Path) -> None:
     """Control: if releases do not wake the call, its sleep's limit does, and that is noticed."""
     deaf: Change = ("fabric/shm_publish.h", "publisher.ring();", "")
-    assert _late(_run(_compile(folder, PLAIN, deaf), (1, 64, 2), 16, pause=30_000)) > 2
+    program = compile_stress(folder, PLAIN, deaf, SOURCES)
+    assert _late(_run(program, (1, 64, 2), 16, pause=30_000)) > 2
+        _late(_run(compile_stress(folder, PLAIN, deaf, SOURCES), (1, 64, 2), 16, pause=30_000)) > 2
+    )

@@ -8,19 +8,14 @@ these checks can fail.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from torchtitan_dmuon.native import sources_folder
+from tests.operators.stressing import ADDRESS, PLAIN, THREAD, compile_stress
 
 SOURCES = ("tests/shm_stress.cpp", "fabric/shm.cpp", "fabric/sum.cpp", "core/table.cpp")
-THREAD = ("-O1", "-g", "-fsanitize=thread")
-ADDRESS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-PLAIN = ("-O1",)
 # nodes, rails, nodes of a gather, chunk bytes, slots.
 WORLDS = [(1, 4, 1, 64, 1), (2, 2, 2, 64, 2), (4, 2, 2, 64, 3), (2, 4, 2, 64, 1), (8, 1, 8, 64, 2)]
 
@@ -28,23 +23,6 @@ WORLDS = [(1, 4, 1, 64, 1), (2, 2, 2, 64, 2), (4, 2, 2, 64, 3), (2, 4, 2, 64, 1)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stress")
-
-
-@cache
-def _compile(folder: Path, flags: tuple[str, ...], change: tuple[str, str, str] | None) -> Path:
-    """Compile the program; `change`: file, text that occurs in it once, and what replaces it."""
-    root = sources_folder()
-    if change is not None:
-        root = Path(shutil.copytree(root, folder / str(abs(hash((flags, change))))))
-        path = root / change[0]
-        text = path.read_text()
-        assert text.count(change[1]) == 1, f"{change[1]!r} is not once in {change[0]}"
-        path.write_text(text.replace(change[1], change[2]))
-    program = folder / f"stress-{abs(hash((flags, change)))}"
-    command = ["g++", "-std=c++17", *flags, f"-I{root}", "-o", str(program)]
-    command += [str(root / source) for source in SOURCES]
-    subprocess.run([*command, "-pthread"], check=True)
-    return program
 
 
 def _run(
@@ -79,7 +57,7 @@ def test_sanitizers_find_nothing(folder: Path, flags: tuple[str, ...], workers: 
 
     A writer that loses the processor just before it rings looks like a lost ring: two are allowed.
     """
-    program = _compile(folder, flags, None)
+    program = compile_stress(folder, flags, None, SOURCES)
     assert sum(_late(_run(program, world, 15, workers)) for world in WORLDS) <= 2
 
 
@@ -87,7 +65,7 @@ def test_sanitizers_find_nothing(folder: Path, flags: tuple[str, ...], workers: 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("seed", range(2, 5))
 def test_sanitizers_find_nothing_at_length(folder: Path, world: tuple[int, ...], seed: int) -> None:
-    assert _late(_run(_compile(folder, THREAD, None), world, 150, 16, seed)) <= 2
+    assert _late(_run(compile_stress(folder, THREAD, None, SOURCES), world, 150, 16, seed)) <= 2
 
 
 # What must be noticed: a store that is not released, and data behind its own signal.
@@ -120,7 +98,7 @@ RACES = {
 )
 def test_a_missing_release_is_found(folder: Path, name: str) -> None:
     """Control: without its memory order each of the three flags is a race."""
-    result = _run(_compile(folder, THREAD, RACES[name]), (2, 2, 2, 64, 1), 15, 16)
+    result = _run(compile_stress(folder, THREAD, RACES[name], SOURCES), (2, 2, 2, 64, 1), 15, 16)
     assert result.returncode != 0
     assert "data race" in result.stderr
 
@@ -129,4 +107,4 @@ def test_a_missing_release_is_found(folder: Path, name: str) -> None:
 def test_a_lost_ring_is_counted(folder: Path) -> None:
     """Control: if nobody rings, the time limit of sleeping ends them, and that is noticed."""
     deaf = ("fabric/shm.cpp", "if (sleepers == 0) return;", "return;")
-    assert _late(_run(_compile(folder, PLAIN, deaf), (1, 4, 1, 64, 1), 3, 1)) > 2
+    assert _late(_run(compile_stress(folder, PLAIN, deaf, SOURCES), (1, 4, 1, 64, 1), 3, 1)) > 2
