@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.operators.stressing import ADDRESS, PLAIN, THREAD, compile_stress
+from tests.operators.stressing import (
+    ADDRESS,
+    PLAIN,
+    THREAD,
+    TRIES,
+    compile_stress,
+    finds_race,
+)
 
 SOURCES = ("tests/shm_stress.cpp", "fabric/shm.cpp", "fabric/sum.cpp", "core/table.cpp")
 # nodes, rails, nodes of a gather, chunk bytes, slots.
@@ -98,9 +105,8 @@ RACES = {
 )
 def test_a_missing_release_is_found(folder: Path, name: str) -> None:
     """Control: without its memory order each of the three flags is a race."""
-    result = _run(compile_stress(folder, THREAD, RACES[name], SOURCES), (2, 2, 2, 64, 1), 15, 16)
-    assert result.returncode != 0
-    assert "data race" in result.stderr
+    program = compile_stress(folder, THREAD, RACES[name], SOURCES)
+    assert any(finds_race(_run(program, (2, 2, 2, 64, 1), 15, 16, seed)) for seed in TRIES)
 
 
 @pytest.mark.slow
