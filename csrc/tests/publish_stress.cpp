@@ -127,7 +127,8 @@ void gather(const Options& o, Rank& rank, const Table& table, pthread_barrier_t*
       for (uint64_t i = first; i < end; ++i) {
         const Segment& task = table.tasks[i];
         const uint64_t padded = round_up(task.bytes, kAlignment);
-        for (uint64_t x = 0; x < padded; ++x) {
+        // From the end: see publish_block.cpp.
+        for (uint64_t x = padded; x-- > 0;) {
           if (rank.at()[task.offset + x] != pattern(step, static_cast<uint32_t>(i), x)) {
             die("step " + std::to_string(step) + ": rank " + std::to_string(rank.channel.node) +
                 " has a wrong byte in task " + std::to_string(i));
