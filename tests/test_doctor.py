@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +145,29 @@ def test_what_is_broken_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsy
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == ["torchtitan lacks this version's patches: run it"]
     assert found["software"]["torchtitan patched"] is False
+
+
+def test_it_says_which_operators_can_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Shared memory works on CPUs; without a GPU the cluster's fabric is off, and why."""
+    off = report(monkeypatch, capsys)["operators"]
+    assert off["shm"] is None
+    assert torch.cuda.is_available() or off["gin"] == "no CUDA GPU here"
+
+
+def test_a_jobs_pool(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """The parts of the pool of a job, and their sum."""
+    (tmp_path / "pool.json").write_text('{"bytes": {"parameters": 1048576, "rings": 524288}}')
+    job = ("--job", str(tmp_path))
+    assert report(monkeypatch, capsys, *job)["pool"] == {"parameters": 1048576, "rings": 524288}
+    assert run(monkeypatch, *job) == 0
+    assert re.search(r"rings +0\.50 MiB\n +all +1\.50 MiB", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"bytes": 3}', '{"bytes": {"rings": "x"}}'])
+def test_no_pool_is_one_line(tmp_path: Path, text: str | None) -> None:
+    """Without a file, or with one that holds something else."""
+    if text is not None:
+        (tmp_path / "pool.json").write_text(text)
+    expected = "in their second step" if text is None else "is damaged"
+    with pytest.raises(ConfigError, match=expected):
+        doctor.read_pool(tmp_path)

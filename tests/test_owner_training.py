@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.worlds import RankFailed, run_world
+from torchtitan_dmuon.doctor import read_pool
 from torchtitan_dmuon.runtime.runtime import canonical_name
 
 pytestmark = pytest.mark.slow
@@ -103,6 +104,22 @@ def test_gathered_matrices_train_alike(
     losses, curves = _train(4, job, tmp_path)
     assert losses == pytest.approx(reference, rel=1e-4)
     assert curves[0]["optimizer/matrices_per_step"] == count
+
+
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS[:-1]), LAYOUTS[-1]]
+)
+def test_line_d_trains_alike(layout: str, reference: list[float], tmp_path: Path) -> None:
+    """Over the operators: the losses of one rank; once the pool is open every gradient is born in
+    it, and `dmuon doctor` can tell what it takes."""
+    job = ["--config", f"debug_owner_{layout}.toml", "--line", "D", "--training.steps", "5"]
+    losses, curves = _train(4, job, tmp_path)
+    assert losses[:4] == pytest.approx(reference, rel=1e-4)
+    assert [c["pool/gradient_hit_rate"] for c in curves[3:]] == [1.0, 1.0]
+    parts = read_pool(tmp_path)
+    assert parts["gradients"] > 0 and parts["rings"] > 0 and parts["control"] > 0
+    # Rows of one rank publish to nobody.
+    assert (parts["copies"] > 0) == layout.startswith("hsdp")
 
 
 def test_the_outside_peer_trains(tmp_path: Path) -> None:

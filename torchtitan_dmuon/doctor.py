@@ -1,4 +1,4 @@
-"""`dmuon doctor`: what is installed here, what works, and which kernels were chosen."""
+"""`dmuon doctor`: what is installed here, what works, which kernels were chosen, a job's pool."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.memory import POOL_FILE
 from torchtitan_dmuon.patching import Installation, PatchError, require_patched_torchtitan
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ _MAX_SIZE = 2**20
 
 @dataclass(kw_only=True, slots=True)
 class Options:
-    """Show versions, devices, the kernels for symmetric products with the reason why one is off,
-    and which of them was chosen for which shape.
+    """Show versions, devices, whether the operators of line D can run, the kernels for symmetric
+    products with the reason why one is off, and which of them was chosen for which shape.
 
     Newton-Schulz spends its time on symmetric products. The first time a shape appears on a kind
     of device, every kernel that can be used is checked and timed, and the fastest is kept in a file
@@ -60,6 +62,10 @@ class Options:
 
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
     """Of what is measured. None: what Newton-Schulz computes in on this device."""
+
+    job: str = ""
+    """Folder of a job (its dump_folder): show what its symmetric pool takes on each rank, by part.
+    Jobs on the operators (line D) write it when the pool opens, in their second step."""
 
 
 def parse_shape(text: str) -> tuple[int | None, int, int]:
@@ -95,7 +101,10 @@ def run(options: Options, job_options: Sequence[str], arguments: Sequence[str]) 
     shapes = [parse_shape(text) for text in options.measure]
     if shapes:
         _measure(shapes, options.dtype)
+    pool = read_pool(Path(options.job)) if options.job else None
     report, problems = collect()
+    if pool is not None:
+        report["pool"] = pool
     if options.json:
         print(json.dumps({**report, "problems": problems}))
     else:
@@ -109,6 +118,27 @@ def collect() -> tuple[dict[str, Any], list[str]]:
     problems: list[str] = []
     report = {name: section(problems) for name, section in SECTIONS.items()}
     return report, problems
+
+
+def read_pool(folder: Path) -> dict[str, int]:
+    """Return the bytes of a job's pool on a rank, by part.
+
+    Raises:
+        ConfigError: the folder has no such file, or not one of ours.
+    """
+    path = folder / POOL_FILE
+    try:
+        parts = json.loads(path.read_text())["bytes"]
+        return {str(part): int(nbytes) for part, nbytes in parts.items()}
+    except FileNotFoundError:
+        raise ConfigError(
+            f'--job: {path} does not exist; jobs with communication = "operators" write it in '
+            "their second step, into their dump_folder"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--job: {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"--job: {path} is damaged: expected bytes by part") from None
 
 
 def as_text(report: dict[str, Any], problems: Sequence[str]) -> str:
@@ -174,6 +204,18 @@ def _devices(problems: list[str]) -> list[dict[str, Any]]:
     return devices
 
 
+def _operators(problems: list[str]) -> dict[str, str | None]:
+    """Return why a fabric of the operators is off; None: it is on."""
+    import torch
+
+    from torchtitan_dmuon.comm.operators_communicator import lack_of
+
+    off = {"shm": lack_of(torch.device("cpu")), "gin": "no CUDA GPU here"}
+    if torch.cuda.is_available():
+        off["gin"] = lack_of(torch.device("cuda", 0))
+    return off
+
+
 def _kinds_of_device() -> list[torch.device]:
     """Return the CPU, and one GPU of each kind: choices hold for a kind."""
     import torch
@@ -235,6 +277,7 @@ def _cost_tables(problems: list[str]) -> list[str]:
 SECTIONS: dict[str, Callable[[list[str]], Any]] = {
     "software": _software,
     "devices": _devices,
+    "operators": _operators,
     "backends": _backends,
     "choices": _choices,
     "matrix_optimizers": _matrix_optimizers,
@@ -243,6 +286,8 @@ SECTIONS: dict[str, Callable[[list[str]], Any]] = {
 """What the report has; each is given the list of problems, to which it adds what is broken."""
 
 _TITLES = {
+    "operators": "operators of line D",
+    "pool": "symmetric pool on each rank",
     "backends": "kernels for symmetric products",
     "choices": "chosen kernels",
     "cost_tables": "cost tables of Newton-Schulz that are shipped",
@@ -268,6 +313,19 @@ def _device_lines(devices: list[dict[str, Any]]) -> list[str]:
         units = ", ".join(device["units"])
         lines.append(f"  {device['device']:<20} {device['name']} ({units}), {more}")
     return lines
+
+
+def _operator_lines(off: dict[str, str | None]) -> list[str]:
+    of = {"shm": "CPUs", "gin": "GPUs"}
+    return [
+        f"  {fabric:<20} {of[fabric]:<8} {'on' if reason is None else f'off: {reason}'}"
+        for fabric, reason in off.items()
+    ]
+
+
+def _pool_lines(parts: dict[str, int]) -> list[str]:
+    rows = {**parts, "all": sum(parts.values())}
+    return [f"  {part:<20} {nbytes / 2**20:10.2f} MiB" for part, nbytes in rows.items()]
 
 
 def _backend_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -309,6 +367,8 @@ def _name_lines(names: list[str]) -> list[str]:
 _LAYOUTS: dict[str, Callable[[Any], list[str]]] = {
     "software": _software_lines,
     "devices": _device_lines,
+    "operators": _operator_lines,
+    "pool": _pool_lines,
     "backends": _backend_lines,
     "choices": _choice_lines,
     "matrix_optimizers": _name_lines,

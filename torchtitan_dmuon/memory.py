@@ -7,6 +7,9 @@ import gc
 import re
 from pathlib import Path
 
+POOL_FILE = "pool.json"
+"""In a job's folder: bytes of the symmetric pool on a rank, by part."""
+
 
 def status_bytes(name: str) -> int:
     """Return a size that Linux tells of this process (/proc/self/status), e.g. VmRSS.

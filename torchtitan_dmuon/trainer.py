@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +16,17 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dmuon.checkpoint.manager import CheckpointManager
 from torchtitan_dmuon.log import logger
+from torchtitan_dmuon.memory import POOL_FILE
 from torchtitan_dmuon.metrics import ProgressMetrics
 from torchtitan_dmuon.optim.container import OwnerContainer
 from torchtitan_dmuon.runtime.replicas import check_replicas
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def _writes() -> bool:
+    """Whether this rank writes what is written once for the job."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class Trainer(titan.Trainer):
@@ -38,9 +45,12 @@ class Trainer(titan.Trainer):
         if isinstance(self.checkpointer, CheckpointManager):
             self._introduce(self.checkpointer)
         routes = Path(self.config.dump_folder, "routing.txt")
+        self._pool_told = False
+        if _writes():
+            Path(self.config.dump_folder, POOL_FILE).unlink(missing_ok=True)  # of an earlier job
         if isinstance(self.optimizers, OwnerContainer):
             self._say_routes(self.optimizers, routes)
-        elif not dist.is_initialized() or dist.get_rank() == 0:
+        elif _writes():
             routes.unlink(missing_ok=True)  # of an earlier job with owners
 
     def _introduce(self, checkpointer: CheckpointManager) -> None:
@@ -74,7 +84,7 @@ class Trainer(titan.Trainer):
 
     def _say_routes(self, optimizers: OwnerContainer, path: Path) -> None:
         """Log once where parameters go; the full list, one line each, is written to a file."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _writes():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(map(str, optimizers.routes)) + "\n")
         logger.info("routes (each parameter: %s)\n%s", path, optimizers.describe())
@@ -82,10 +92,21 @@ class Trainer(titan.Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Take one step; compare the replicas after it if it is time to."""
         super().train_step(data_iterator)
+        self._tell_pool()
         interval = getattr(self.config.parallelism, "replica_check_interval", 0)
         if interval and self.step % interval == 0:
             for model in self.model_parts:
                 check_replicas(model)
+
+    def _tell_pool(self) -> None:
+        """Write what the pool takes to a file, once it is open: `dmuon doctor --job` reads it."""
+        if self._pool_told or not _writes() or not isinstance(self.optimizers, OwnerContainer):
+            return
+        parts = self.optimizers.pool_bytes()
+        if parts:
+            path = Path(self.config.dump_folder, POOL_FILE)
+            path.write_text(json.dumps({"bytes": parts}, indent=1) + "\n")
+            self._pool_told = True
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches; note when the data end, and that the step under way does not count."""

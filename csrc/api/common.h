@@ -115,6 +115,7 @@ class WindowLayout {
   Channel channel(Operation operation) {
     const Channel made = channel_of(mesh_, operation, bytes_);
     take(made.ring_bytes());
+    ring_bytes_ += made.ring_bytes();
     return made;
   }
   // Returns where the part begins.
@@ -124,10 +125,17 @@ class WindowLayout {
     return begin;
   }
   uint64_t bytes() const { return bytes_; }
+  // What the window takes, with `beside` bytes of words that do not lie in it; `user` is not known
+  // yet.
+  dmuon_memory memory(uint64_t beside) const {
+    return {nullptr, mesh_.user_bytes, ring_bytes_,
+            bytes_ - mesh_.user_bytes - ring_bytes_ + beside};
+  }
 
  private:
   const dmuon_mesh& mesh_;
   uint64_t bytes_;
+  uint64_t ring_bytes_ = 0;
 };
 
 // What is frozen in a group, checked.

@@ -70,8 +70,15 @@ typedef struct {
 /* Text of the calling thread's last failure. */
 const char* dmuon_error(void);
 
-/* The caller's memory in the window: `bytes` at `pointer`. Offsets count from `pointer`. */
-int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes);
+/* What a communicator takes on this rank. */
+typedef struct {
+  void* user;             /* the caller's memory; offsets count from here */
+  uint64_t user_bytes;    /* of the caller's memory */
+  uint64_t ring_bytes;    /* rings of all channels */
+  uint64_t control_bytes; /* signals, counters, flags, and what fills pages up */
+} dmuon_memory;
+
+int dmuon_memory_of(const dmuon_communicator* communicator, dmuon_memory* memory);
 
 /* Freeze a group's table. All ranks create the same groups. Nothing is sent. Segments lie inside
  * the window.
@@ -151,6 +158,18 @@ int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
  * arguments, lets it go on; dmuon_shm_give_up ends it, and later calls of the operation fail. */
 int dmuon_shm_call(dmuon_group* group, uint64_t buffer, uint64_t home, int32_t* paused);
 int dmuon_shm_give_up(dmuon_group* group);
+
+/* shm: dmuon_publish_wait that can be interrupted, as dmuon_shm_call. All 0 at first; what is beside
+ * `paused` is the function's own, and a wait that does not go on needs no end. */
+typedef struct {
+  int32_t paused;
+  uint64_t next;
+  uint64_t raised;
+  int64_t since;
+} dmuon_shm_wait;
+
+int dmuon_shm_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t count, uint64_t step,
+                           dmuon_shm_wait* wait);
 
 /* Open a communicator between GPUs, over NCCL's device API. Collective.
  *   id: 128 bytes that one rank got from dmuon_gin_unique_id and gave to all.

@@ -95,9 +95,8 @@ int dmuon_gin_network_of(const dmuon_communicator* communicator, dmuon_gin_netwo
   return DMUON_OK;
 }
 
-int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes) {
-  *pointer = communicator->memory;
-  *bytes = communicator->mesh.user_bytes;
+int dmuon_memory_of(const dmuon_communicator* communicator, dmuon_memory* memory) {
+  *memory = communicator->taken;
   return DMUON_OK;
 }
 

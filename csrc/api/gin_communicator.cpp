@@ -95,6 +95,8 @@ void dmuon_communicator::open(const ncclUniqueId& id) {
     counters += lane.channel.counters();
   }
   make_window(layout.bytes());
+  taken = layout.memory(0);
+  taken.user = memory;
   make_device_communicator(static_cast<int>(signals), static_cast<int>(counters));
   make_lanes();
 }

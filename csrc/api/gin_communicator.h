@@ -68,6 +68,7 @@ struct dmuon_communicator {
   int device = 0;
   ncclComm_t nccl = nullptr;
   void* memory = nullptr;
+  dmuon_memory taken{};
   ncclWindow_t window = nullptr;
   bool has_device_communicator = false;
   ncclDevComm device_communicator{};

@@ -94,6 +94,8 @@ void open(const std::string& job, const int32_t* stop, dmuon_communicator& c) {
     lane.shm.compared.resize(channel.signals());
     words += ShmWords::bytes(channel);
   }
+  c.memory = layout.memory(words_bytes);
+  c.memory.user = c.pool->memory(mesh.rank) + words_bytes;
   c.streams.resize(c.lanes[static_cast<int>(Operation::publish)].shm.channel.nodes);
 }
 
@@ -210,10 +212,8 @@ int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
   });
 }
 
-int dmuon_user_memory(const dmuon_communicator* communicator, void** pointer, uint64_t* bytes) {
-  const dmuon::ShmChannel& shm = communicator->lanes[0].shm;
-  *pointer = shm.rails[shm.channel.rail].window;
-  *bytes = communicator->mesh.user_bytes;
+int dmuon_memory_of(const dmuon_communicator* communicator, dmuon_memory* memory) {
+  *memory = communicator->memory;
   return DMUON_OK;
 }
 

@@ -60,6 +60,7 @@ struct dmuon_communicator {
   dmuon_mesh mesh;
   int spins;
   std::unique_ptr<dmuon::ShmPool> pool;
+  dmuon_memory memory{};
   dmuon::Lane lanes[dmuon::kChannels];
   std::vector<dmuon::PublishCursor> streams;  // of the publish, one per node
   std::atomic<int> groups{0};                 // and publishes

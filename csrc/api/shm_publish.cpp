@@ -61,18 +61,31 @@ int release(dmuon_publish& p, uint64_t task) {
   return DMUON_OK;
 }
 
-int wait(dmuon_publish& p, uint64_t first, uint64_t count, uint64_t step) {
+// kept: of a wait that may pause; null: it goes on to its end.
+int wait(dmuon_publish& p, uint64_t first, uint64_t count, uint64_t step, dmuon_shm_wait* kept) {
   p.table.check_range(first, count);
-  uint64_t next = first;
-  switch (p.flags.wait(next, first + count, step, p.communicator->mesh.timeout_seconds)) {
+  using Since = ShmFlags::Clock::duration;
+  ShmFlags::Waiting waiting = p.flags.waiting(first, first + count, step);
+  if (kept != nullptr && kept->paused != 0) {
+    waiting.next = kept->next;
+    waiting.raised = kept->raised;
+    waiting.progress = ShmFlags::Clock::time_point(Since(kept->since));
+  }
+  const auto end = p.flags.wait(waiting, p.communicator->mesh.timeout_seconds, kept != nullptr);
+  if (kept != nullptr) {
+    *kept = {end == ShmFlags::Wait::paused, waiting.next, waiting.raised,
+             waiting.progress.time_since_epoch().count()};
+  }
+  switch (end) {
     case ShmFlags::Wait::over:
+    case ShmFlags::Wait::paused:
       return DMUON_OK;
     case ShmFlags::Wait::failed:
       return broken(p);
     case ShmFlags::Wait::late:
       break;
   }
-  return fail(DMUON_TIMEOUT, p.table.describe_wait(static_cast<uint32_t>(next), step));
+  return fail(DMUON_TIMEOUT, p.table.describe_wait(static_cast<uint32_t>(waiting.next), step));
 }
 
 }  // namespace
@@ -112,8 +125,13 @@ int dmuon_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t count, u
                        void* stream) {
   return dmuon::guarded([&] {
     dmuon::check_no_stream(stream);
-    return dmuon::wait(*publish, first, count, step);
+    return dmuon::wait(*publish, first, count, step, nullptr);
   });
+}
+
+int dmuon_shm_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t count, uint64_t step,
+                           dmuon_shm_wait* wait) {
+  return dmuon::guarded([&] { return dmuon::wait(*publish, first, count, step, wait); });
 }
 
 int dmuon_publish_stop(dmuon_publish* publish) {

@@ -34,32 +34,42 @@ struct ShmFlags {
     publisher.ring();
   }
 
-  enum class Wait { over, late, failed };
-  // Wait until tasks next .. end - 1 of `step` are here; `next` moves on to the first that is not.
-  // limit_seconds: longest time in which no task arrives.
-  Wait wait(uint64_t& next, uint64_t end, uint64_t step, double limit_seconds) {
-    using Clock = std::chrono::steady_clock;
+  using Clock = std::chrono::steady_clock;
+  // A wait for tasks next .. end - 1 of `step`. One that paused goes on where it stood.
+  struct Waiting {
+    uint64_t next;  // moves on to the first that is not here
+    uint64_t end;
+    uint64_t step;
+    uint64_t raised;             // when a flag was last seen to rise
+    Clock::time_point progress;  // when that was
+  };
+  Waiting waiting(uint64_t first, uint64_t end, uint64_t step) const {
+    return {first, end, step, raised, Clock::now()};
+  }
+  enum class Wait { over, late, failed, paused };
+  // limit_seconds: longest time in which no task arrives. pausing: as for ShmDriver::run.
+  Wait wait(Waiting& w, double limit_seconds, bool pausing) {
     // Flags never fall: what was seen need not be looked at again.
     const auto all_here = [&] {
-      while (next < end && steps[next] >= step) ++next;
-      return next == end;
+      while (w.next < w.end && steps[w.next] >= w.step) ++w.next;
+      return w.next == w.end;
     };
-    uint64_t seen_raised = raised;
-    Clock::time_point progress = Clock::now();
     while (!all_here()) {
       if (failed) return Wait::failed;
-      if (const uint64_t now = raised; now != seen_raised) {
-        seen_raised = now;
-        progress = Clock::now();
+      if (const uint64_t now = raised; now != w.raised) {
+        w.raised = now;
+        w.progress = Clock::now();
       }
-      const std::chrono::duration<double> waited = Clock::now() - progress;
+      const std::chrono::duration<double> waited = Clock::now() - w.progress;
       const double left = limit_seconds - waited.count();
       if (left <= 0) return Wait::late;
       const uint32_t seen = bell.rings;
       bell.sleepers.fetch_add(1);
+      ShmBell::Slept slept = ShmBell::Slept::rung;
       // The second look of ShmBell.
-      if (!all_here() && !failed) bell.sleep(seen, std::min(left, kLookSeconds));
+      if (!all_here() && !failed) slept = bell.sleep(seen, std::min(left, kLookSeconds));
       bell.sleepers.fetch_sub(1);
+      if (pausing && slept != ShmBell::Slept::rung) return Wait::paused;
     }
     return Wait::over;
   }

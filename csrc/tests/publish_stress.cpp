@@ -119,9 +119,10 @@ void gather(const Options& o, Rank& rank, const Table& table, pthread_barrier_t*
   for (int step = 1; step <= o.steps; ++step) {
     for (uint64_t first = 0; first < table.tasks.size();) {
       const uint64_t end = std::min<uint64_t>(table.tasks.size(), first + 1 + random() % 5);
-      uint64_t next = first;
-      if (rank.flags.wait(next, end, step, kLimitSeconds) != ShmFlags::Wait::over) {
-        die("step " + std::to_string(step) + ": task " + std::to_string(next) + " did not come");
+      ShmFlags::Waiting waiting = rank.flags.waiting(first, end, step);
+      if (rank.flags.wait(waiting, kLimitSeconds, false) != ShmFlags::Wait::over) {
+        die("step " + std::to_string(step) + ": task " + std::to_string(waiting.next) +
+            " did not come");
       }
       pause(o, random);
       for (uint64_t i = first; i < end; ++i) {

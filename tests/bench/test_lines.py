@@ -19,7 +19,8 @@ from torchtitan_dmuon.config.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = ["line", "mode", "ranks", "step_ms", "step_ms_iqr", "ratio_to_A", "tokens_per_s"]
-KEYS += ["peak_memory_mb", "bytes_sent", "final_loss"]
+KEYS += ["peak_memory_mb", "pool_mb", "bytes_sent", "final_loss"]
+NOT_POSITIVE = ("line", "mode", "step_ms_iqr", "pool_mb")
 
 
 class _Contender:
@@ -27,6 +28,7 @@ class _Contender:
 
     tokens_per_step = 1000
     peak_bytes = 3 << 20
+    pool_bytes = 1 << 19
     final_loss = 7.5
 
     def __init__(self, seconds: list[float], sent: int | None) -> None:
@@ -48,10 +50,11 @@ def test_figures_are_per_step_and_round() -> None:
     assert list(a) == KEYS
     assert (a["line"], a["mode"], a["ranks"]) == ("A", "hsdp_z3", 4)
     assert (a["step_ms"], a["step_ms_iqr"], a["ratio_to_A"]) == (1000.0, 500.0, 1.0)
-    assert (a["tokens_per_s"], a["peak_memory_mb"], a["bytes_sent"]) == (1000.0, 3.0, 5)
+    assert (a["tokens_per_s"], a["bytes_sent"]) == (1000.0, 5)
+    assert (a["peak_memory_mb"], a["pool_mb"]) == (3.0, 0.5)
     assert (c["step_ms"], c["ratio_to_A"], c["bytes_sent"]) == (2000.0, 1.5, None)
     text = table([a, c], "heading")
-    assert re.search(r"hsdp_z3 +A +1,000\.0 +500\.0 +1\.00 +1,000 +3 +0\.0 +7\.5", text)
+    assert re.search(r"hsdp_z3 +A +1,000\.0 +500\.0 +1\.00 +1,000 +3 +0\.5 +0\.0 +7\.5", text)
 
 
 def test_without_line_a_there_is_no_ratio() -> None:
@@ -124,24 +127,28 @@ def test_a_mistake_in_the_job_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_lines_in_one_run(tmp_path: Path) -> None:
-    """The JSON has a row with the agreed keys for each line and mode; all lines start from the same
-    weights, B and C end at the same loss, owners orthogonalize once; bytes and memory are known."""
+    """The JSON has a row with the agreed keys for each line and mode. All lines start from the same
+    weights; B, C and D end at the same loss; owners orthogonalize once; D has a pool and sends
+    less."""
     done = _dmuon(
-        "bench", "--lines", "A,B,C", "--modes", "fsdp_z3", "--ranks", "2",
+        "bench", "--lines", "A,B,C,D", "--modes", "fsdp_z3", "--ranks", "2",
         "--rounds", "1", "--warmup_rounds", "0", "--json", "rows.json", "--training.seq_len", "16",
         "--parallelism.owner_cost", "model", "--optimizer.ns_steps", "2", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["mode"], row["line"]) for row in rows] == [
-        ("fsdp_z3", line) for line in ("A", "B", "C")
+        ("fsdp_z3", line) for line in ("A", "B", "C", "D")
     ]
     for row in rows:
         assert list(row) == KEYS
         assert row["ranks"] == 2
-        assert all(row[key] > 0 for key in KEYS if key not in ("line", "mode", "step_ms_iqr"))
+        assert all(row[key] > 0 for key in KEYS if key not in NOT_POSITIVE)
         assert row["mode"] in done.stdout
-    a, b, c = rows
+    a, b, c, d = rows
+    assert (a["pool_mb"], b["pool_mb"], c["pool_mb"]) == (0, 0, 0) and d["pool_mb"] > 0
+    assert d["final_loss"] == pytest.approx(c["final_loss"], rel=1e-5)
+    assert d["bytes_sent"] < c["bytes_sent"]
     assert a["ratio_to_A"] == 1
     assert b["final_loss"] == pytest.approx(c["final_loss"], rel=1e-3)
     assert b["bytes_sent"] > c["bytes_sent"]

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.binding import Operation, Window, WindowMesh
+from torchtitan_dmuon.comm.binding import WindowMesh
+from torchtitan_dmuon.comm.window import Operation, Window
 from torchtitan_dmuon.native.segments import Segment
 
 TABLES = {

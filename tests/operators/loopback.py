@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_dmuon.comm.binding import _Mesh as Mesh
-from torchtitan_dmuon.comm.binding import _Stuck as Report
+from torchtitan_dmuon.comm.binding import CMesh as Mesh
+from torchtitan_dmuon.comm.binding import CStuck as Report
 from torchtitan_dmuon.native.segments import CSegment as Segment
 from torchtitan_dmuon.native.segments import place
 

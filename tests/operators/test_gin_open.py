@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from tests.worlds import run_world
 from torchtitan_dmuon.comm import gin
-from torchtitan_dmuon.comm.binding import Operation, WindowMesh
+from torchtitan_dmuon.comm.binding import WindowMesh
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.comm.streams import CommunicationError
+from torchtitan_dmuon.comm.window import Operation
 from torchtitan_dmuon.native import NativeError
 from torchtitan_dmuon.ownership import OwnerMesh
 

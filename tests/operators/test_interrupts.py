@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +16,7 @@ from tests.operators import shm_cases as cases
 from tests.operators.shm_cases import job_name, my_rank
 from tests.worlds import run_world
 from torchtitan_dmuon.comm import CommunicationError
-from torchtitan_dmuon.comm.operators import Segment
+from torchtitan_dmuon.comm.operators import Operators, Publish, Segment
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -103,3 +104,53 @@ def test_a_call_goes_on_after_a_signal() -> None:
     (handled, first), (_, second) = run_world(2, _disturbed_calls, job_name())
     assert handled > 3
     assert (first, second) == (12, 12)
+
+
+def _publish_alone(seconds: float = LIMIT) -> tuple[Operators, Publish]:
+    """One row: its own release is what a wait is for."""
+    operators = cases.alone(timeout=timedelta(seconds=seconds))
+    buffer = operators.empty(64, torch.uint8)
+    return operators, operators.publish([Segment(0, 64, 0)], buffer, label="weights")
+
+
+def _interrupted_wait() -> float:
+    _, publish = _publish_alone()
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        publish.wait(0, 1, 1)
+    seconds = time.monotonic() - begin
+    publish.release(0)
+    publish.wait(0, 1, 1)
+    return seconds
+
+
+def test_a_wait_for_a_publish_is_interrupted() -> None:
+    """Ctrl-C while a task is awaited; the publish itself is none the worse."""
+    (seconds,) = run_world(1, _interrupted_wait)
+    assert seconds < LIMIT / 2
+
+
+def _disturbed_wait() -> tuple[int, str, float]:
+    _, publish = _publish_alone(2.0)
+    handled = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal handled
+        handled += 1
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        publish.wait(0, 1, 1)
+    return handled, str(caught.value), time.monotonic() - begin
+
+
+def test_signals_do_not_prolong_a_wait() -> None:
+    """Handlers run while a task is awaited, and the limit counts on from where it stood."""
+    ((handled, text, seconds),) = run_world(1, _disturbed_wait)
+    assert handled > 3
+    assert "weights" in text
+    assert seconds < LIMIT / 2

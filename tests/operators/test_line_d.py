@@ -67,6 +67,8 @@ class Job:
             "hits": counters and (counters.hits, counters.misses, counters.learned),
             "bytes": ranges and {space.value: n for space, n in ranges.space_bytes.items()},
             "places": ranges and len(ranges.offsets),
+            "parts": dict(self.runtime.pool.parts),
+            "memory": self.runtime.memory_bytes()["pool"],
         }
 
     def end(self) -> dict[str, torch.Tensor]:
@@ -329,8 +331,13 @@ def test_kept_gradients_keep_their_values() -> None:
         assert facts["same"] == [True] * STEPS
 
 
-def test_spaces_are_named() -> None:
-    """The pool's bytes are told by space."""
+def test_the_pools_parts_are_told() -> None:
+    """All that a rank's pool takes, the fabric's rings and words too, the same on every rank."""
     facts, _ = _ranks()[0]["plain"]
-    assert set(facts["bytes"]) == {space.value for space in Space}
-    assert all(n > 0 for n in facts["bytes"].values())
+    parts = facts["parts"]
+    assert list(parts) == [
+        *(space.value for space in Space), "owner window", "copies", "rings", "control"
+    ]  # fmt: skip
+    assert all(n > 0 for n in parts.values())
+    assert sum(parts.values()) == facts["memory"]
+    assert all(rank["plain"][0]["parts"] == parts for rank in _ranks())

@@ -20,9 +20,9 @@ from tests.operators import shm_cases as cases
 from tests.operators.shm_cases import job_name, my_rank
 from tests.worlds import World, run_world
 from torchtitan_dmuon.comm import CommunicationError
-from torchtitan_dmuon.comm.binding import PUBLISH
 from torchtitan_dmuon.comm.operators import Operators, ReduceScatterV, Segment, place
 from torchtitan_dmuon.comm.publish import Publish
+from torchtitan_dmuon.comm.window import PUBLISH
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

@@ -21,8 +21,8 @@ from tests.operators.shm_cases import alone as _alone
 from tests.operators.shm_cases import job_name, my_rank
 from tests.worlds import World, run_world
 from torchtitan_dmuon.comm import CommunicationError
-from torchtitan_dmuon.comm.binding import Operation
 from torchtitan_dmuon.comm.operators import Operators, Segment
+from torchtitan_dmuon.comm.window import Operation
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

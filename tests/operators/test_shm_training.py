@@ -17,9 +17,9 @@ from tests.runtime.harness import Case, Outcome, open_world, run_case
 from tests.runtime.models import FIXTURES
 from tests.runtime.reference import distance
 from tests.worlds import pack, run_world, unpack
-from torchtitan_dmuon.comm.binding import Operation
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.comm.streams import Event
+from torchtitan_dmuon.comm.window import Operation
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.slow]
 

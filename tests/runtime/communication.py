@@ -17,9 +17,9 @@ import pytest
 
 from tests import worlds
 from torchtitan_dmuon.comm import Event
-from torchtitan_dmuon.comm.binding import Operation
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
+from torchtitan_dmuon.comm.window import Operation
 
 _now = "c10d"
 

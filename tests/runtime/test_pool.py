@@ -51,7 +51,7 @@ def test_what_is_in_use_together_never_overlaps(case: tuple[Record, dict[Place, 
     record, sizes = case
     ranges = lay_out(record, sizes)
     pool = Pool()
-    pool.open(torch.zeros(ranges.total, dtype=torch.uint8), ranges)
+    pool.open(torch.zeros(ranges.total, dtype=torch.uint8), ranges, {})
     for _ in range(2):
         for place, acquired in record.events:
             if acquired:
@@ -101,7 +101,7 @@ def test_a_place_that_was_not_planned_is_refused() -> None:
     record.events += [((PARAMETERS, 1), True), ((PARAMETERS, 1), False)]
     ranges = lay_out(record, {(PARAMETERS, 0): 100, (PARAMETERS, 1): 100})
     pool = Pool()
-    pool.open(torch.zeros(ranges.total, dtype=torch.uint8), ranges)
+    pool.open(torch.zeros(ranges.total, dtype=torch.uint8), ranges, {})
     assert pool.acquire((PARAMETERS, 2)) is None
     assert pool.acquire((PARAMETERS, 0)) is not None
     assert pool.acquire((PARAMETERS, 1)) is None

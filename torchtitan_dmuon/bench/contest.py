@@ -91,6 +91,14 @@ class Contender:
         self.final_loss = global_avg_loss
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of the symmetric pool on each rank; 0 without one."""
+        optimizers = self.trainer.optimizers
+        if not isinstance(optimizers, OwnerContainer):
+            return 0
+        return sum(optimizers.pool_bytes().values())
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one step on all ranks together."""
         trainer, dims = self.trainer, self.trainer.parallel_dims

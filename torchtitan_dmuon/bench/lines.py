@@ -44,9 +44,10 @@ class Options:
     quartile. ratio_to_A: step time over that of line A in the same mode and round, median (above
     1: slower than A). tokens_per_s: of all ranks together. peak_memory_mb: what the job adds to a
     process, state and buffers included, on the heaviest rank, in MiB; on a CPU from the resident
-    set. bytes_sent: what all ranks together send in one step, counted by the kernel on their
-    connections (unknown with NCCL; line D's pool needs none on one machine). final_loss: of the
-    last step; lines that do the same arithmetic agree on it.
+    set. pool_mb: line D's symmetric pool, which is part of that. bytes_sent: what all ranks
+    together send in one step, counted by the kernel on their connections (unknown with NCCL; line
+    D's pool needs none on one machine). final_loss: of the last step; lines that do the same
+    arithmetic agree on it.
 
     Further options are those of run_train.sh: --section.key value changes the job of all lines,
     e.g. --model.flavor debug --optimizer.ns_steps 3.
@@ -186,6 +187,7 @@ def rows_of(contenders: Sequence[Contender], entries: Sequence[Entry], steps: in
                 "ratio_to_A": None if reference is None else float(np.median(step / reference)),
                 "tokens_per_s": contender.tokens_per_step / float(middle),
                 "peak_memory_mb": contender.peak_bytes / 2**20,
+                "pool_mb": contender.pool_bytes / 2**20,
                 "bytes_sent": round(float(np.median(sent)) / steps) if sent else None,
                 "final_loss": contender.final_loss,
             }
@@ -199,7 +201,7 @@ def table(rows: Sequence[dict[str, Any]], heading: str) -> str:
         heading,
         "",
         f"{'mode':<8} {'line':<6} {'step ms':>9} {'IQR':>8} {'to A':>6} {'tokens/s':>10}"
-        f" {'peak MiB':>9} {'sent MB':>9} {'loss':>9}",
+        f" {'peak MiB':>9} {'pool':>6} {'sent MB':>9} {'loss':>9}",
     ]
     mode = None
     for row in rows:
@@ -208,7 +210,8 @@ def table(rows: Sequence[dict[str, Any]], heading: str) -> str:
         lines.append(
             f"{row['mode'] if row['mode'] != mode else '':<8} {row['line']:<6}"
             f" {row['step_ms']:>9,.1f} {row['step_ms_iqr']:>8,.1f} {ratio:>6}"
-            f" {row['tokens_per_s']:>10,.0f} {row['peak_memory_mb']:>9,.0f} {sent:>9}"
+            f" {row['tokens_per_s']:>10,.0f} {row['peak_memory_mb']:>9,.0f} {row['pool_mb']:>6,.1f}"
+            f" {sent:>9}"
             f" {row['final_loss']:>9.5f}"
         )
         mode = row["mode"]

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchtitan_dmuon.comm.streams import CommunicationError
 from torchtitan_dmuon.native import load
-from torchtitan_dmuon.native.segments import CSegment, Segment, extent, to_c
+from torchtitan_dmuon.native.segments import CSegment
 
 _BAD_ARGUMENT, _SYSTEM, _TIMEOUT, _BROKEN = -1, -2, -3, -4
-
-
-class Operation(IntEnum):
-    """Numbers of the operations that groups are made for."""
-
-    ALL_GATHER_V = 0
-    REDUCE_SCATTER_V = 1
-
-
-PUBLISH = 2
-"""Number of the publish, whose tables are no groups."""
-
-_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +40,9 @@ class WindowMesh:
     slots: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StuckReport:
-    """Where a call stood when a wait took too long.
+class CMesh(ctypes.Structure):
+    """`dmuon_mesh` of csrc/api/dmuon.h."""
 
-    Attributes:
-        wait: nothing, entry, arrival, acknowledgement, put, exit or release.
-        queue: Owner node of the data, -1: none.
-        peer: Node that was awaited (entry and exit: rail of the own node), -1: unknown.
-        thread_group: Which of the call's.
-        chunk: Number in the queue's stream on this rail.
-        number: Of the call among its operation's calls, from 1; of a publish the step.
-    """
-
-    wait: str
-    queue: int
-    peer: int
-    thread_group: int
-    chunk: int
-    number: int
-
-
-_WAITS = ("nothing", "entry", "arrival", "acknowledgement", "put", "exit", "release", "flag")
-
-
-class _Mesh(ctypes.Structure):
     _fields_ = [
         ("nodes", ctypes.c_int32),
         ("rails", ctypes.c_int32),
@@ -94,7 +55,9 @@ class _Mesh(ctypes.Structure):
     ]
 
 
-class _Stuck(ctypes.Structure):
+class CStuck(ctypes.Structure):
+    """`dmuon_stuck_report` of csrc/api/dmuon.h."""
+
     _fields_ = [
         ("wait", ctypes.c_int32),
         ("queue", ctypes.c_int32),
@@ -105,10 +68,32 @@ class _Stuck(ctypes.Structure):
     ]
 
 
+class CMemory(ctypes.Structure):
+    """`dmuon_memory` of csrc/api/dmuon.h."""
+
+    _fields_ = [
+        ("user", ctypes.c_void_p),
+        ("user_bytes", ctypes.c_uint64),
+        ("ring_bytes", ctypes.c_uint64),
+        ("control_bytes", ctypes.c_uint64),
+    ]
+
+
+class CShmWait(ctypes.Structure):
+    """`dmuon_shm_wait` of csrc/api/dmuon.h."""
+
+    _fields_ = [
+        ("paused", ctypes.c_int32),
+        ("next", ctypes.c_uint64),
+        ("raised", ctypes.c_uint64),
+        ("since", ctypes.c_int64),
+    ]
+
+
 _P = ctypes.c_void_p
 _OUT = ctypes.POINTER(_P)
 _ARGUMENTS: dict[str, list[Any]] = {
-    "dmuon_user_memory": [_P, _OUT, ctypes.POINTER(ctypes.c_uint64)],
+    "dmuon_memory_of": [_P, ctypes.POINTER(CMemory)],
     "dmuon_group_create": [
         _P,
         ctypes.c_char_p,
@@ -137,7 +122,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "dmuon_publish_wait": [_P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, _P],
     "dmuon_publish_stop": [_P],
     "dmuon_publish_destroy": [_P],
-    "dmuon_stuck": [_P, ctypes.c_int32, ctypes.POINTER(_Stuck)],
+    "dmuon_stuck": [_P, ctypes.c_int32, ctypes.POINTER(CStuck)],
     "dmuon_group_destroy": [_P],
     "dmuon_close": [_P],
 }
@@ -169,7 +154,7 @@ class Library:
         self._functions.dmuon_error.restype = ctypes.c_char_p
         self._functions.dmuon_error.argtypes = []
         self._opener = opener
-        declared = {**_ARGUMENTS, opener: [*arguments, ctypes.POINTER(_Mesh), _OUT], **(more or {})}
+        declared = {**_ARGUMENTS, opener: [*arguments, ctypes.POINTER(CMesh), _OUT], **(more or {})}
         for name, types in declared.items():
             function = getattr(self._functions, name)
             function.restype, function.argtypes = ctypes.c_int, types
@@ -190,23 +175,23 @@ class Library:
             raise ValueError(text)
         raise OSError(text) if code == _SYSTEM else CommunicationError(text)
 
-    def open(self, mesh: WindowMesh, *arguments: Any) -> Window:
-        """Open a communicator with the library's opener. Collective.
+    def open(self, mesh: WindowMesh, *arguments: Any) -> ctypes.c_void_p:
+        """Open a communicator with the library's opener; return its handle. Collective.
 
         Raises:
             ValueError: a bad mesh.
             CommunicationError: a rank did not come in time.
             OSError: the system refused.
         """
-        handle = _P()
+        handle = ctypes.c_void_p()
         self.call(self._opener, *arguments, ctypes.byref(_to_c(mesh)), ctypes.byref(handle))
-        return Window(self, handle, mesh)
+        return handle
 
 
-def _to_c(mesh: WindowMesh) -> _Mesh:
+def _to_c(mesh: WindowMesh) -> CMesh:
     """Return a mesh for C, which checks it; only C's integers must hold its numbers."""
-    values = {name: getattr(mesh, name) for name, *_ in _Mesh._fields_}
-    for name, kind, *_ in _Mesh._fields_:
+    values = {name: getattr(mesh, name) for name, *_ in CMesh._fields_}
+    for name, kind, *_ in CMesh._fields_:
         if kind is ctypes.c_double:
             continue
         size = 1 << 8 * ctypes.sizeof(kind)
@@ -215,285 +200,4 @@ def _to_c(mesh: WindowMesh) -> _Mesh:
         if not isinstance(value, int) or not least <= value < least + size:
             expected = f"{least} to {least + size - 1}"
             raise ValueError(f"{name} is {value!r}, expected a number from {expected}")
-    return _Mesh(**values)
-
-
-class Window:
-    """A communicator's memory and groups, through one library.
-
-    Attributes:
-        mesh: As it was opened.
-        pointer: Address of the memory for buffers.
-        nbytes: Its size.
-    """
-
-    def __init__(self, library: Library, handle: ctypes.c_void_p, mesh: WindowMesh) -> None:
-        self.mesh = mesh
-        self._library = library
-        self._handle = handle
-        pointer, size = _P(), ctypes.c_uint64()
-        library.call("dmuon_user_memory", handle, ctypes.byref(pointer), ctypes.byref(size))
-        self.pointer, self.nbytes = int(pointer.value or 0), int(size.value)
-        # Without a user of the memory nobody can be hurt by its end. Not at the interpreter's exit:
-        # a thread may still be inside a call, and the system takes the memory back anyway.
-        self._close = weakref.finalize(self, library.call, "dmuon_close", handle)
-        self._close.atexit = False
-
-    def create_group(
-        self,
-        operation: Operation,
-        segments: Sequence[Segment],
-        *,
-        label: str,
-        dtype: torch.dtype,
-        buffer_bytes: int | None = None,
-        home_bytes: int | None = None,
-    ) -> WindowGroup:
-        """Freeze a table; every rank does it alike. Nothing is sent.
-
-        Args:
-            operation: What calls of the group do.
-            segments: The table.
-            label: Names the group in errors.
-            dtype: Of a reduction's elements: bfloat16 or float32. A gather moves bytes of any.
-            buffer_bytes: Size of the group's buffer; None: what the segments take.
-            home_bytes: Reduction: size of the owners' reduced buffers; None: as above.
-
-        Raises:
-            ValueError: a segment is misaligned, overlaps another, lies outside or has an owner
-                outside the mesh, or there are too many; the text names it.
-        """
-        encoded = _encoded(label)
-        number = _DTYPES.get(dtype)
-        if number is None and operation is Operation.REDUCE_SCATTER_V:
-            raise ValueError(f"{label}: cannot reduce {dtype}, expected bfloat16 or float32")
-        try:
-            table = to_c(segments)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
-        if buffer_bytes is None:
-            buffer_bytes = extent(segments)
-        if home_bytes is None:
-            reduces = operation is Operation.REDUCE_SCATTER_V
-            home_bytes = extent(segments, homes=True) if reduces else 0
-        handle = _P()
-        self._library.call(
-            "dmuon_group_create",
-            self._handle,
-            encoded,
-            int(operation),
-            number or 0,
-            table,
-            len(segments),
-            buffer_bytes,
-            home_bytes,
-            ctypes.byref(handle),
-        )
-        return WindowGroup(self, self._library, handle, dtype, buffer_bytes, home_bytes)
-
-    def ask(self, function: str, *arguments: Any) -> None:
-        """Call a function that only this fabric's library has, on the communicator."""
-        self._library.call(function, self._handle, *arguments)
-
-    def create_publish(
-        self,
-        tasks: Sequence[Segment],
-        *,
-        label: str,
-        names: Sequence[str],
-        buffer: int,
-        buffer_bytes: int,
-    ) -> WindowPublish:
-        """Freeze a publish's table; every rank of the rail does it alike. Nothing is sent.
-
-        Args:
-            tasks: `node` is the owner's row, `rail` this rank's; one owner's in the order in which
-                it releases them.
-            label: Names the publish in errors.
-            names: Of the tasks, for errors.
-            buffer: Window offset of what the tasks lie in.
-            buffer_bytes: Its size.
-
-        Raises:
-            ValueError: a task is empty, misaligned, overlaps another, lies outside or has an owner
-                outside the rail, or there are too many; the text names it.
-        """
-        encoded = _encoded(label)
-        if len(names) != len(tasks):
-            raise ValueError(f"publish of {label}: {len(names)} names for {len(tasks)} tasks")
-        try:
-            table = to_c(tasks, "task")
-        except ValueError as error:
-            raise ValueError(f"publish of {label}: {error}") from None
-        handle = _P()
-        self._library.call(
-            "dmuon_publish_create",
-            self._handle,
-            encoded,
-            (ctypes.c_char_p * len(names))(*map(_encoded, names)),
-            table,
-            len(tasks),
-            buffer,
-            buffer_bytes,
-            ctypes.byref(handle),
-        )
-        return WindowPublish(self, self._library, handle)
-
-    def check(self, operation: int) -> None:
-        """Raise CommunicationError if a call of the operation, or `PUBLISH`, failed."""
-        report = ctypes.byref(_Stuck())
-        self._library.call("dmuon_stuck", self._handle, int(operation), report)
-
-    def stuck(self, operation: int) -> StuckReport | None:
-        """Return where the operation's failed call stood; None if none failed."""
-        report = _Stuck()
-        try:
-            self._library.call("dmuon_stuck", self._handle, int(operation), ctypes.byref(report))
-        except CommunicationError:
-            return StuckReport(
-                _WAITS[report.wait],
-                report.queue,
-                report.peer,
-                report.group,
-                report.chunk,
-                report.number,
-            )
-        return None
-
-
-class WindowGroup:
-    """A frozen table. Keeps its window.
-
-    Attributes:
-        window: Where its buffers lie.
-        dtype: Of a reduction's elements.
-        buffer_bytes: Size of its buffer.
-        home_bytes: Size of the owners' reduced buffers.
-    """
-
-    def __init__(
-        self,
-        window: Window,
-        library: Library,
-        handle: ctypes.c_void_p,
-        dtype: torch.dtype,
-        buffer_bytes: int,
-        home_bytes: int,
-    ) -> None:
-        self.window = window
-        self.dtype = dtype
-        self.buffer_bytes = buffer_bytes
-        self.home_bytes = home_bytes
-        self._library = library
-        self._handle = handle
-        _own(self, "dmuon_group_destroy", library, handle, window)
-
-    def check(self, buffer: int, home: int = 0) -> None:
-        """Raise ValueError if `call` would, for these places."""
-        self._library.call("dmuon_check", self._handle, buffer, home)
-
-    def call(self, buffer: int, home: int = 0, stream: int | None = None) -> None:
-        """Run the operation on buffers at these window offsets, the same on every rank.
-
-        Args:
-            buffer: Of the group's buffer, bytes, a multiple of 16.
-            home: Reduction: of the owners' reduced buffer.
-            stream: gin: the CUDA stream's handle; the call returns at once. shm: None; the call
-                runs to the end in the calling thread. If a signal's handler raises there, the
-                call ends with what it raised, and later calls fail.
-
-        Raises:
-            ValueError: an offset outside the window, or buffers that overlap.
-            CommunicationError: a rank did not come in time, or (shm) ranks disagree about the call;
-                later calls fail too.
-        """
-        if stream is not None:
-            self._library.call("dmuon_call", self._handle, buffer, home, stream)
-            return
-        paused = ctypes.c_int32(0)
-        try:
-            # Handlers of signals run when C returns, before its answer is looked at: only C's own
-            # word says then whether the call has paused.
-            self._go_on(buffer, home, paused)
-            while paused.value:
-                self._go_on(buffer, home, paused)
-        except BaseException:
-            if paused.value:
-                self._library.call("dmuon_shm_give_up", self._handle)
-            raise
-
-    def _go_on(self, buffer: int, home: int, paused: ctypes.c_int32) -> None:
-        self._library.call("dmuon_shm_call", self._handle, buffer, home, ctypes.byref(paused))
-
-
-class WindowPublish:
-    """A frozen publish. Keeps its window.
-
-    Args:
-        window: Where its buffer lies.
-        library: The window's.
-        handle: What the library made.
-    """
-
-    def __init__(self, window: Window, library: Library, handle: ctypes.c_void_p) -> None:
-        self.window = window
-        self._library = library
-        self._handle = handle
-        _own(self, "dmuon_publish_destroy", library, handle, window)
-
-    def run(self, step: int, stream: int | None = None) -> None:
-        """Move the tasks of a step; `stream` as for `WindowGroup.call`.
-
-        Raises:
-            ValueError: not the step behind the last run's.
-            CommunicationError: nothing went on for too long; later runs fail too.
-        """
-        self._library.call("dmuon_publish_run", self._handle, step, stream)
-
-    def release(self, task: int, stream: int | None = None) -> None:
-        """A task of this rank is final in its copy for the next step.
-
-        Raises:
-            ValueError: another rank's task, not the table's order, or released before the last
-                step's run ended.
-            CommunicationError: a run failed.
-        """
-        if task < 0:
-            raise ValueError(f"task {task}: expected 0 or more")
-        self._library.call("dmuon_publish_release", self._handle, task, stream)
-
-    def wait(self, first: int, count: int, step: int, stream: int | None = None) -> None:
-        """Wait for tasks first .. first + count - 1 of a step.
-
-        Raises:
-            ValueError: no such tasks.
-            CommunicationError: they did not come in time, or a run failed.
-        """
-        if first < 0 or count < 0 or step < 0:
-            raise ValueError(f"tasks {first} to {first + count} of step {step}: expected 0 or more")
-        self._library.call("dmuon_publish_wait", self._handle, first, count, step, stream)
-
-    def stop(self) -> None:
-        """No more releases will come: a run that waits for one ends."""
-        self._library.call("dmuon_publish_stop", self._handle)
-
-
-def _encoded(text: str) -> bytes:
-    """Return a label for C, which ends it at the first NUL."""
-    if not isinstance(text, str) or "\0" in text:
-        raise ValueError(f"label {text!r}: expected text without NUL")
-    return text.encode()
-
-
-def _own(
-    owner: object, destroy: str, library: Library, handle: ctypes.c_void_p, window: Window
-) -> None:
-    """Let `owner`'s end give its handle up. Not at the interpreter's exit, as for a window."""
-    finalizer = weakref.finalize(owner, _destroy, destroy, library, handle, window)
-    finalizer.atexit = False
-
-
-def _destroy(name: str, library: Library, handle: ctypes.c_void_p, window: Window) -> None:
-    # The window is an argument so that it outlives what lies in it.
-    library.call(name, handle)
-    del window
+    return CMesh(**values)

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_dmuon.comm.binding import Library, Window, WindowMesh
+from torchtitan_dmuon.comm.binding import Library, WindowMesh
+from torchtitan_dmuon.comm.window import Window
 from torchtitan_dmuon.native import NativeError
 from torchtitan_dmuon.native.cuda import build_gin, check_nccl, find_nccl
 
@@ -79,7 +80,7 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
     window: Window | None = None
     own = ""
     try:
-        window = library.open(mesh, told[0], _ID_BYTES, device.index)
+        window = Window(library, library.open(mesh, told[0], _ID_BYTES, device.index), mesh)
     except OSError as error:
         own = str(error)
     _check_networks(group, own if window is None else _network_of(window))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.binding import PUBLISH, Operation, Window, WindowGroup, WindowMesh
+from torchtitan_dmuon.comm.binding import WindowMesh
 from torchtitan_dmuon.comm.publish import Publish
 from torchtitan_dmuon.comm.streams import (
     CommunicationError,
@@ -33,6 +33,7 @@ from torchtitan_dmuon.comm.streams import (
     mark,
     open_stream,
 )
+from torchtitan_dmuon.comm.window import PUBLISH, Operation, Window, WindowGroup
 from torchtitan_dmuon.native.segments import (
     ALIGNMENT,
     Segment,

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.binding import Operation, WindowGroup
 from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.communicator import Run
 from torchtitan_dmuon.comm.operators import Operators
 from torchtitan_dmuon.comm.streams import Event
+from torchtitan_dmuon.comm.window import Operation, WindowGroup
 from torchtitan_dmuon.native.build import NativeError
 from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned
 
@@ -115,7 +115,7 @@ class OperatorsCommunicator(C10dCommunicator):
 
         Collective. Every rank says what it lacks; the first that lacks something is named.
         """
-        mine = (socket.gethostname(), _lack(self.device))
+        mine = (socket.gethostname(), lack_of(self.device))
         every: list[tuple[str, str | None]] = [mine] * self.mesh.size
         if self.mesh.size > 1:
             dist.all_gather_object(every, mine, group=self._groups["exchange"])
@@ -260,8 +260,11 @@ def movable(runs: Sequence[Run], element_bytes: int, numel: int) -> bool:
     return end <= numel * element_bytes
 
 
-def _lack(device: torch.device) -> str | None:
-    """What this rank lacks for the operators; None: nothing."""
+def lack_of(device: torch.device) -> str | None:
+    """Return what this process lacks for the operators on a device; None: nothing.
+
+    Compiles their library unless it was compiled before.
+    """
     try:
         if device.type == "cuda":
             gin.prepare(device)

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtitan_dmuon.comm.binding import WindowPublish
 from torchtitan_dmuon.comm.streams import Event, open_stream
+from torchtitan_dmuon.comm.window import WindowPublish
 
 _DAY = 24 * 3600.0
 

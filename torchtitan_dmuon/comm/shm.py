@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 
-from torchtitan_dmuon.comm.binding import Library, Window, WindowMesh
+from torchtitan_dmuon.comm.binding import CShmWait, Library, WindowMesh
+from torchtitan_dmuon.comm.window import Window
 from torchtitan_dmuon.native import build
 
 _P, _INT = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
 _MORE: dict[str, list[Any]] = {
     "dmuon_shm_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _INT],
     "dmuon_shm_give_up": [_P],
+    "dmuon_shm_publish_wait": [
+        _P,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.POINTER(CShmWait),
+    ],
 }
 _STOP_SECONDS = 10.0
 
@@ -70,7 +78,8 @@ def open_window(job: str, mesh: WindowMesh) -> Window:
 
     def work() -> None:
         try:
-            opened.append(library.open(mesh, job.encode(), ctypes.byref(stop)))
+            handle = library.open(mesh, job.encode(), ctypes.byref(stop))
+            opened.append(Window(library, handle, mesh))
         except BaseException as error:
             opened.append(error)
         ended.set()

@@ -163,6 +163,10 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         self._counted = (now.hits, now.misses)
         return misses / max(1, hits + misses)
 
+    def pool_bytes(self) -> dict[str, int]:
+        """Return the symmetric pool's bytes on this rank by part; empty before it is open."""
+        return dict(self.optimizers[0].runtime.pool.parts)
+
     def describe(self) -> str:
         """Return for people: parameters by kind with their routes, and the balance of owners."""
         parts = []

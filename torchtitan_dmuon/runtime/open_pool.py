@@ -46,13 +46,24 @@ def open_pool(runtime: Runtime, record: Record) -> None:
     window_at = ranges.total
     copies_at = window_at + -(-windows.nbytes // ALIGNMENT) * ALIGNMENT
     memory = communicator.open(max(copies_at + copies.nbytes, ALIGNMENT))
-    runtime.pool.open(memory, ranges)
+    assert communicator.operators is not None
+    window = communicator.operators.window
+    runtime.pool.open(
+        memory,
+        ranges,
+        {
+            "owner window": windows.nbytes,
+            "copies": copies.nbytes,
+            "rings": window.ring_bytes,
+            "control": window.control_bytes,
+        },
+    )
     windows.install(memory[window_at:copies_at])
     copies.install(memory[copies_at:])
     # Invariant: every rank has moved its copies in before any publishes into them; a late move
     # would bring the old weights back.
     communicator.exchange(torch.zeros(1, device=communicator.device))
-    _log(runtime, groups, ranges, windows, copies)
+    _log(runtime, groups, ranges, copies)
 
 
 def _demands(group: OwnerGroup) -> dict[Place, int]:
@@ -147,12 +158,10 @@ def _log(
     runtime: Runtime,
     groups: Sequence[Group],
     ranges: Ranges,
-    windows: _Windows,
     copies: Copies,
 ) -> None:
     if runtime.communicator is None or runtime.communicator.rank != 0:
         return
-    mib = 2**20
     outside = [
         group.name
         for group in groups
@@ -160,12 +169,9 @@ def _log(
         or (not group.resident and (Space.PARAMETERS, group.index) not in ranges.offsets)
     ]
     logger.info(
-        "pool: parameters %.1f MiB, gradients %.1f, owner window %.1f, copies %.1f; %d of %d "
-        "layers on the operators, publish by %s%s",
-        ranges.space_bytes[Space.PARAMETERS] / mib,
-        ranges.space_bytes[Space.GRADIENTS] / mib,
-        windows.nbytes / mib,
-        copies.nbytes / mib,
+        "pool: %.1f MiB on a rank (%s); %d of %d layers on the operators, publish by %s%s",
+        runtime.pool.nbytes / 2**20,
+        ", ".join(f"{part} {nbytes / 2**20:.1f}" for part, nbytes in runtime.pool.parts.items()),
         len(groups) - len(outside),
         len(groups),
         "one kernel" if copies.published else "broadcasts",

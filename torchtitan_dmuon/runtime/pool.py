@@ -130,10 +130,13 @@ class Pool:
 
     Attributes:
         ranges: The plan; None until it is opened.
+        parts: Bytes on this rank by part: parameters, gradients, owner window, copies, rings,
+            control. Empty until it is opened.
     """
 
     def __init__(self) -> None:
         self.ranges: Ranges | None = None
+        self.parts: dict[str, int] = {}
         self._record: Record | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._in_use: set[Place] = set()
@@ -151,14 +154,16 @@ class Pool:
             return None
         return record
 
-    def open(self, memory: torch.Tensor, ranges: Ranges) -> None:
+    def open(self, memory: torch.Tensor, ranges: Ranges, beside: Mapping[str, int]) -> None:
         """Hand out places from now on. Nothing may be in use.
 
         Args:
             memory: (ranges.total,) uint8, or more with what else lies in the window, the same on
                 every rank.
             ranges: The plan.
+            beside: Bytes by part of what the window has beside the places.
         """
+        self.parts = {space.value: ranges.space_bytes[space] for space in Space} | dict(beside)
         self._memory, self.ranges, self._record = memory, ranges, None
         self._in_use.clear()
 
@@ -175,8 +180,8 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the window on this rank, without the kernels' rings; 0 before it is opened."""
-        return self._memory.numel()
+        """Bytes on this rank, all parts together; 0 before it is opened."""
+        return sum(self.parts.values())
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the pool."""
