@@ -12,12 +12,12 @@ Per operation, size and spread of owners, rounds of five ways take turns on the 
 
 A round repeats a call, since gloo's barrier before it lets the ranks go 0.5 to 4 ms apart, which
 counts in every way's first call. Ratios are taken within a round (other ways' time over ours);
-shown are medians and the range between quartiles. `copy` is what memcpy needs: a copy through a ring counts like any other, a sum of s inputs as (s + 1) / 2 copies,
-since it reads s and writes 1. Read "of bound" as the part of that bandwidth that our operator
-reaches. It may pass 100 percent: stores past the cache are faster than memcpy's here, and chunks
-stay in the cache between two copies. "of bound (CPU)" is the same in processor time, summed over
-all ranks: it leaves out waiting for a processor, of which there is much when ranks or other
-programs outnumber processors.
+shown are medians and the range between quartiles. `copy` is what memcpy needs: a copy through a
+ring counts like any other, a sum of s inputs as (s + 1) / 2 copies, since it reads s and writes 1.
+Read "of bound" as the part of that bandwidth that our operator reaches. It may pass 100 percent:
+stores past the cache are faster than memcpy's here, and chunks stay in the cache between two
+copies. "of bound (CPU)" is the same in processor time, summed over all ranks: it leaves out waiting
+for a processor, of which there is much when ranks or other programs outnumber processors.
 """
 
 from __future__ import annotations

@@ -133,6 +133,12 @@ def test_layouts_of_other_worlds(
     assert (found["DDP"].replicate, found["DDP"].shard) == (ranks, 1)
 
 
+def test_rows_can_be_chosen(bench: ModuleType) -> None:
+    """`dmuon bench --rows 4`: four replicas of two ranks on one node."""
+    (layout,) = bench.find_layouts(8, 1, ["HSDP-Z2"], 4)
+    assert (layout.replicate, layout.shard) == (4, 2)
+
+
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (5, 1), (2, 2), (8, 3)])
 def test_worlds_without_hsdp_are_refused(bench: ModuleType, ranks: int, nodes: int) -> None:
     """Too few or uneven ranks: an error that says how many there could be. The other layouts are

@@ -23,6 +23,22 @@ def status_bytes(name: str) -> int:
     return int(found.group(1)) * 1024
 
 
+def others_bytes() -> int:
+    """Return the part of this process's resident memory that counts for other processes.
+
+    A page of shared memory is resident in all processes that have touched it: each counts for its
+    share, as in the proportional set size of proc(5).
+
+    Raises:
+        OSError: the system does not tell; so elsewhere than on Linux.
+    """
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"^Pss_Shmem:\s+(\d+) kB", text, re.M)
+    if found is None:
+        raise OSError("/proc/self/smaps_rollup has no Pss_Shmem: it needs Linux 5.4 or newer")
+    return status_bytes("RssShmem") - int(found.group(1)) * 1024
+
+
 def settle() -> None:
     """Give freed memory back to the system, and let its high-water mark (VmHWM) start anew."""
     gc.collect()

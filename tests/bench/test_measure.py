@@ -7,8 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from tests.operators.shm_cases import job_name, open_operators
 from tests.worlds import run_world
 from torchtitan_dmuon.bench.measure import PeakMemory, sent_bytes
+from torchtitan_dmuon.comm.operators import Segment
 
 
 def send(numel: int) -> dict[str, int]:
@@ -60,3 +62,24 @@ def test_peak_memory_starts_anew() -> None:
     ((first, second),) = run_world(1, grow, 64)
     assert 62 <= first <= 80
     assert second < 8
+
+
+def share(job: str) -> int:
+    """Return by how many MiB a window grows a process, all of whose parts both ranks have read."""
+    memory = PeakMemory()
+    operators = open_operators(job, (1, 2), window_bytes=64 << 20)
+    buffer = operators.empty(64 << 20, torch.uint8)
+    buffer.fill_(1)
+    half = 32 << 20
+    gather = operators.all_gather_v([Segment(i * half, half, 0, i) for i in range(2)])
+    gather.run(buffer)
+    grown = memory.grown_bytes() >> 20
+    gather.run(buffer)  # nobody leaves before both have measured
+    return grown
+
+
+def test_shared_memory_counts_once() -> None:
+    """Each rank writes half of its buffer into the other's: it is resident in both, and is counted
+    for one in all."""
+    grown = run_world(2, share, job_name())
+    assert all(60 <= n <= 80 for n in grown), grown

@@ -37,13 +37,21 @@ class Layout:
         return self.name.lower().replace("-", "_")
 
 
-def find_layouts(data_parallel: int, nodes: int, names: Sequence[str] = NAMES) -> list[Layout]:
+def find_layouts(
+    data_parallel: int, nodes: int, names: Sequence[str] = NAMES, rows: int | None = None
+) -> list[Layout]:
     """Return the named layouts for this many data-parallel ranks on this many nodes.
+
+    Args:
+        data_parallel: The ranks.
+        nodes: Nodes of the world.
+        names: Of the layouts.
+        rows: Replicas of HSDP; None: one per node, on one node 2.
 
     Raises:
         ConfigError: too few ranks, or HSDP is named and they do not make rows of at least 2.
     """
-    rows = nodes if nodes > 1 else 2
+    rows = rows or (nodes if nodes > 1 else 2)
     columns, rest = divmod(data_parallel, rows)
     if data_parallel < 2:
         raise ConfigError("1 data-parallel rank: layouts differ from 2 ranks on; try --ranks 4")

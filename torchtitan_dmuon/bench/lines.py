@@ -72,6 +72,9 @@ class Options:
     ranks: int | None = None
     """Ranks to start here. None: all GPUs if there are 4 or more, else 4 ranks on the CPU."""
 
+    rows: int | None = None
+    """Replicas of hsdp, each of ranks / rows ranks. None: one per node; on one node 2."""
+
     config: str = "bench_cpu.toml"
     """Job config of all lines: a path, or a file of train_configs/. Its own line is ignored."""
 
@@ -105,9 +108,12 @@ def check_options(options: Options, job_options: Sequence[str]) -> None:
     for name in ("rounds", "steps"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(options, name)}")
-    if options.warmup_rounds < 0 or (options.ranks is not None and options.ranks < 1):
-        name = "ranks" if options.warmup_rounds >= 0 else "warmup_rounds"
-        raise ConfigError(f"--{name}: expected a positive number, got {getattr(options, name)}")
+    if options.warmup_rounds < 0:
+        raise ConfigError(f"--warmup_rounds: expected 0 or more, got {options.warmup_rounds}")
+    for name in ("ranks", "rows"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {value}")
     for name in ("lines", "modes"):
         if not getattr(options, name):
             raise ConfigError(f"--{name}: expected at least one name")
@@ -152,7 +158,7 @@ def prepare(
     names = [name for mode in dict.fromkeys(options.modes) for name in NAMES if _key(name) == mode]
     entries = [
         Entry(line, layout, job_of(job, layout))
-        for layout in find_layouts(data_parallel_ranks(first, ranks), nodes, names)
+        for layout in find_layouts(data_parallel_ranks(first, ranks), nodes, names, options.rows)
         for line, job in jobs.items()
     ]
     for entry in entries:

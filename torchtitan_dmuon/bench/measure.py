@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan_dmuon.memory import settle, status_bytes
+from torchtitan_dmuon.memory import others_bytes, settle, status_bytes
 
 _BYTES_SENT_OFFSET = 200
 """Of tcpi_bytes_sent (uint64) in Linux's struct tcp_info, since 4.19."""
@@ -53,6 +53,7 @@ class PeakMemory:
 
     On a GPU that is what torch has allocated; on a CPU the resident set of the process (VmHWM
     against VmRSS of /proc/self/status), from which freed memory is given back to the system first.
+    Memory that processes share, as line D's pool, is counted once in all of them together.
     """
 
     def __init__(self) -> None:
@@ -63,10 +64,11 @@ class PeakMemory:
             self._start = torch.cuda.memory_allocated()
             return
         settle()
-        self._start = status_bytes("VmRSS")
+        self._start = status_bytes("VmRSS") - others_bytes()
 
     def grown_bytes(self) -> int:
         """Return peak minus start."""
         if torch.cuda.is_available():
             return int(torch.cuda.max_memory_allocated()) - self._start
-        return status_bytes("VmHWM") - self._start
+        # What was shared at the peak is not told; windows are there until their job ends.
+        return status_bytes("VmHWM") - others_bytes() - self._start
