@@ -79,6 +79,21 @@ class World:
             self.ranks.append(process)
             self.pipes.append(ours)
 
+    def survivors(self, victim: int, seconds: float) -> list[Any]:
+        """Return what the ranks but `victim` returned, and end all; each has so many seconds."""
+        results = []
+        try:
+            for rank, pipe in enumerate(self.pipes):
+                if rank == victim:
+                    continue
+                assert pipe.poll(seconds), f"rank {rank} still waits"
+                kind, value = pipe.recv()
+                assert kind == "result", value
+                results.append(value)
+        finally:
+            self.end()
+        return results
+
     def end(self) -> None:
         """Kill what still runs."""
         for process in self.ranks:

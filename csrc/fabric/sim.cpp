@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
-#include <queue>
 
 #include "fabric/sim_clock.h"
 #include "fabric/sim_group.h"
@@ -88,18 +87,10 @@ class World {
   void step(const Event& event);
   void add(const Event& event);
   void leave(int32_t rank, Time now);
-  void push(Time time, Kind kind, int32_t rank, uint32_t what) {
-    events_.push({time, ++order_, kind, rank, what});
+  void spend(GroupFabric& fabric, double us) { fabric.clock += picoseconds(us) + delays_.next(); }
+  void add_later(Time time, int32_t rank, uint32_t word) {
+    events_.push(time, Kind::add, rank, word);
   }
-  // Move something later, for a schedule that no cost would produce.
-  Time delay() {
-    if (delay_ == 0) return 0;
-    const uint32_t bits = random_.next();
-    const Time most = bits % 8 == 0 ? 16 * delay_ : delay_;
-    return static_cast<Time>(random_.next()) % (most + 1);
-  }
-  void spend(GroupFabric& fabric, double us) { fabric.clock += picoseconds(us) + delay(); }
-  void add_later(Time time, int32_t rank, uint32_t word) { push(time, Kind::add, rank, word); }
   void move(const GroupFabric& fabric, Memory::Move move);
   void release(const GroupFabric& fabric, Dropped unless);
   // When n bytes that start now or later have passed a rank's NVLink port.
@@ -124,14 +115,12 @@ class World {
   const MakeActor make_actor_;
   const int rails_;
   Channel channel_;  // of rank 0
-  const Time delay_;
-  Random random_;
+  Delays delays_;
   Watcher watcher_;  // counts pieces: each is multicast, or added, once per node
   std::unique_ptr<Memory> memory_;
   std::vector<std::vector<Table>> tables_;  // per call and rail
   std::vector<Rank> ranks_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
-  uint64_t order_ = 0;
+  EventsOf<Kind> events_;
   uint64_t steps_ = 0;
   Time now_ = 0;
 };
@@ -170,7 +159,7 @@ void GroupFabric::enter(uint64_t call) {
   }
   const int own = rank % world->rails_;
   for (int rail = 0; rail < world->rails_; ++rail) {
-    world->add_later(clock + picoseconds(world->costs_.flag_us) + world->delay(),
+    world->add_later(clock + picoseconds(world->costs_.flag_us) + world->delays_.next(),
                      world->peer_rank(rank, rail), world->enter_word(own));
   }
 }
@@ -180,7 +169,7 @@ void GroupFabric::finish() {
   world->spend(*this, world->costs_.fence_us);
   const int own = rank % world->rails_;
   for (int rail = 0; rail < world->rails_; ++rail) {
-    world->add_later(clock + picoseconds(world->costs_.flag_us) + world->delay(),
+    world->add_later(clock + picoseconds(world->costs_.flag_us) + world->delays_.next(),
                      world->peer_rank(rank, rail), world->finish_word(own));
   }
 }
@@ -213,7 +202,7 @@ void GroupFabric::multicast(uint64_t to, int rail, uint64_t from, uint64_t n, in
   world->spend(*this, costs.store_us);
   world->watcher_.add();
   if (!world->memory_) return;
-  const bool skip = world->random_.next() % 2 == 0;
+  const bool skip = world->delays_.toss();
   for (int k = 0; k < world->rails_; ++k) {
     if (k == except && skip) continue;
     Memory::Move move;
@@ -257,15 +246,15 @@ void GroupFabric::put(int node, uint64_t to, uint64_t from, uint64_t n, int sign
   world->spend(*this, costs.put_us);
   const int32_t there = node * world->rails_ + rank % world->rails_;
   const PutTimes times = pass_put(costs, world->ranks_[rank].nic_out, world->ranks_[there].nic_in,
-                                  world->now_, clock, n, [&] { return world->delay(); });
+                                  world->now_, clock, n, [&] { return world->delays_.next(); });
   if (world->memory_) {
     Memory::Move move;
     move.number = number;
     move.reads.push_back({rank, from, from + n});
     move.write = {there, to, to + n};
     const uint32_t index = world->memory_->start(std::move(move), false);
-    world->push(times.read, Kind::capture, rank, index);
-    world->push(times.landed, Kind::move, rank, index);
+    world->events_.push(times.read, Kind::capture, rank, index);
+    world->events_.push(times.landed, Kind::move, rank, index);
   }
   world->add_later(times.signalled, there, signal);
   world->add_later(times.counted, rank, world->counter_word(counter));
@@ -277,7 +266,7 @@ void GroupFabric::signal(int node, int signal) {
   world->spend(*this, costs.signal_us);
   const int32_t there = node * world->rails_ + rank % world->rails_;
   world->add_later(pass_signal(costs, world->ranks_[rank].nic_out, world->now_, clock,
-                               [&] { return world->delay(); }),
+                               [&] { return world->delays_.next(); }),
                    there, signal);
 }
 
@@ -290,8 +279,7 @@ World::World(const Config& config, const std::vector<std::vector<Segment>>& call
       segments_(calls),
       make_actor_(make_actor),
       rails_(config.rails),
-      delay_(picoseconds(config.delay_us)),
-      random_(config.seed),
+      delays_(config.delay_us, config.seed),
       watcher_(watch) {
   make_tables();
   const auto operation = static_cast<Operation>(config.operation);
@@ -363,7 +351,7 @@ void World::launch(int32_t index, Time now) {
   call.groups_finished = before + call.plan.groups;
   if (memory_) {
     for (const uint32_t move : memory_->launch(index, call.number, segments_[c])) {
-      push(now + delay(), Kind::move, index, move);
+      events_.push(now + delays_.next(), Kind::move, index, move);
     }
   }
   rank.groups.clear();
@@ -377,7 +365,7 @@ void World::launch(int32_t index, Time now) {
     state.fabric.number = call.number;
     state.actor.reset(make_actor_(call.channel.operation, &call, group, rank.cursors.data(),
                                   &state.fabric));
-    push(now + picoseconds(costs_.launch_us) + delay(), Kind::step, index, group);
+    events_.push(now + picoseconds(costs_.launch_us) + delays_.next(), Kind::step, index, group);
   }
 }
 
@@ -388,7 +376,7 @@ void World::step(const Event& event) {
   ++steps_;
   switch (group.actor->step()) {
     case Progress::moved:
-      push(group.fabric.clock, Kind::step, event.rank, event.what);
+      events_.push(group.fabric.clock, Kind::step, event.rank, event.what);
       break;
     case Progress::idle:
       // It would ask again and again; whatever changes the answer wakes it.
@@ -396,7 +384,7 @@ void World::step(const Event& event) {
       break;
     case Progress::finished:
       rank.left = std::max(rank.left, group.fabric.clock);
-      if (--rank.open == 0) push(rank.left, Kind::leave, event.rank, 0);
+      if (--rank.open == 0) events_.push(rank.left, Kind::leave, event.rank, 0);
       break;
   }
 }
@@ -412,7 +400,7 @@ void World::add(const Event& event) {
     GroupState& group = rank.groups[i];
     if (!group.asleep) continue;
     group.asleep = false;
-    push(std::max(now_, group.fabric.clock), Kind::step, event.rank, i);
+    events_.push(std::max(now_, group.fabric.clock), Kind::step, event.rank, i);
   }
 }
 
@@ -420,14 +408,14 @@ void World::leave(int32_t index, Time now) {
   Rank& rank = ranks_[index];
   if (memory_) memory_->leave(index, segments_[rank.calls - 1]);
   rank.groups.clear();
-  if (rank.calls < segments_.size()) launch(index, now + delay());
+  if (rank.calls < segments_.size()) launch(index, now + delays_.next());
 }
 
 void World::move(const GroupFabric& fabric, Memory::Move move) {
   move.group = fabric.group;
   move.number = fabric.number;
   const uint32_t index = memory_->start(std::move(move), true);
-  push(fabric.clock + delay(), Kind::move, fabric.rank, index);
+  events_.push(fabric.clock + delays_.next(), Kind::move, fabric.rank, index);
 }
 
 void World::release(const GroupFabric& fabric, Dropped unless) {
@@ -455,11 +443,10 @@ void World::report_deadlock() const {
 }
 
 Result World::run() {
-  for (size_t i = 0; i < ranks_.size(); ++i) launch(static_cast<int32_t>(i), delay());
+  for (size_t i = 0; i < ranks_.size(); ++i) launch(static_cast<int32_t>(i), delays_.next());
   while (!events_.empty()) {
     watcher_.look();
-    const Event event = events_.top();
-    events_.pop();
+    const Event event = events_.pop();
     now_ = event.time;
     switch (event.kind) {
       case Kind::step: step(event); break;

@@ -5,6 +5,9 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <queue>
+#include <vector>
 
 namespace dmuon::sim {
 
@@ -79,6 +82,26 @@ class Port {
   uint64_t bytes_ = 0;
 };
 
+// Moves things later, for schedules that no cost would produce.
+class Delays {
+ public:
+  // us: usual length of one; 0: there are none.
+  Delays(double us, uint64_t seed) : usual_(picoseconds(us)), random_(seed) {}
+
+  bool any() const { return usual_ > 0; }
+  Time next() {
+    if (usual_ == 0) return 0;
+    const Time most = random_.next() % 8 == 0 ? 16 * usual_ : usual_;
+    return static_cast<Time>(random_.next()) % (most + 1);
+  }
+  // What has two outcomes.
+  bool toss() { return random_.next() % 2 == 0; }
+
+ private:
+  const Time usual_;
+  Random random_;
+};
+
 // A world's events; what they mean is its own.
 template <class Kind>
 struct EventOf {
@@ -91,6 +114,27 @@ struct EventOf {
   bool operator>(const EventOf& other) const {
     return time != other.time ? time > other.time : order > other.order;
   }
+};
+
+// Those to come, the next one first.
+template <class Kind>
+class EventsOf {
+ public:
+  using Event = EventOf<Kind>;
+
+  bool empty() const { return queue_.empty(); }
+  void push(Time time, Kind kind, int32_t rank, uint32_t what) {
+    queue_.push({time, ++order_, kind, rank, what});
+  }
+  Event pop() {
+    const Event next = queue_.top();
+    queue_.pop();
+    return next;
+  }
+
+ private:
+  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> queue_;
+  uint64_t order_ = 0;
 };
 
 }  // namespace dmuon::sim

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
-#include <queue>
 
 #include "core/publish_table.h"
 #include "fabric/sim_clock.h"
@@ -84,16 +83,7 @@ class PublishWorld {
   void write_early(int32_t node);
   void meet(int32_t node);
 
-  void push(Time time, Kind kind, int32_t node, uint32_t what) {
-    events_.push({time, ++order_, kind, node, what});
-  }
-  Time delay() {
-    if (delay_ == 0) return 0;
-    const uint32_t bits = random_.next();
-    const Time most = bits % 8 == 0 ? 16 * delay_ : delay_;
-    return static_cast<Time>(random_.next()) % (most + 1);
-  }
-  void spend(NodeFabric& fabric, double us) { fabric.clock += picoseconds(us) + delay(); }
+  void spend(NodeFabric& fabric, double us) { fabric.clock += picoseconds(us) + delays_.next(); }
   uint64_t last_step() const { return static_cast<uint64_t>(config_.steps); }
   [[noreturn]] void report_deadlock() const;
 
@@ -104,13 +94,11 @@ class PublishWorld {
   const MakePublishActor make_actor_;
   const Channel channel_;  // of node 0
   const PublishPlan plan_;
-  const Time delay_;
-  Random random_;
+  Delays delays_;
   Watcher watcher_;  // counts puts: every tile goes to all nodes but its source
   std::unique_ptr<Memory> memory_;
   std::vector<Node> nodes_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
-  uint64_t order_ = 0;
+  EventsOf<Kind> events_;
   uint64_t steps_ = 0;
   uint64_t step_ = 0;  // all ranks have done the one before
   Time now_ = 0;
@@ -137,25 +125,25 @@ void NodeFabric::put(int there, uint64_t to, uint64_t from, uint64_t n, int sign
   world->spend(*this, world->costs_.put_us);
   world->watcher_.add();
   const PutTimes times = pass_put(world->costs_, world->nodes_[node].out, world->nodes_[there].in,
-                                  world->now_, clock, n, [&] { return world->delay(); });
+                                  world->now_, clock, n, [&] { return world->delays_.next(); });
   if (world->memory_) {
     Memory::Move move;
     move.number = world->nodes_[node].called;
     move.reads.push_back({node, from, from + n});
     move.write = {there, to, to + n};
     const uint32_t index = world->memory_->start(std::move(move), false);
-    world->push(times.read, Kind::capture, node, index);
-    world->push(times.landed, Kind::land, node, index);
+    world->events_.push(times.read, Kind::capture, node, index);
+    world->events_.push(times.landed, Kind::land, node, index);
   }
-  world->push(times.signalled, Kind::add, there, signal);
-  world->push(times.counted, Kind::add, node, world->counter_word(counter));
+  world->events_.push(times.signalled, Kind::add, there, signal);
+  world->events_.push(times.counted, Kind::add, node, world->counter_word(counter));
 }
 
 void NodeFabric::signal(int there, int signal) {
   world->spend(*this, world->costs_.signal_us);
   const Time seen = pass_signal(world->costs_, world->nodes_[node].out, world->now_, clock,
-                                [&] { return world->delay(); });
-  world->push(seen, Kind::add, there, signal);
+                                [&] { return world->delays_.next(); });
+  world->events_.push(seen, Kind::add, there, signal);
 }
 
 void NodeFabric::flag(uint32_t number, uint64_t step) {
@@ -177,8 +165,7 @@ PublishWorld::PublishWorld(const PublishConfig& config, const std::vector<Segmen
                             config.tile_bytes == 0 ? kChunkBytes : config.tile_bytes,
                             config.slots == 0 ? kPublishTiles : config.slots, 0)),
       plan_(channel_, tasks, config.buffer_bytes),
-      delay_(picoseconds(config.delay_us)),
-      random_(config.seed),
+      delays_(config.delay_us, config.seed),
       watcher_(watch) {
   uint64_t tiles = 0;
   for (const PublishStream& stream : plan_.streams()) tiles += stream.tiles;
@@ -207,7 +194,7 @@ void PublishWorld::begin_step(int32_t index) {
   // A call may begin as soon as the one before has ended, or after releases.
   if (node.planned < step_) {
     ++node.planned;
-    push(now_ + delay(), Kind::call, index, 0);
+    events_.push(now_ + delays_.next(), Kind::call, index, 0);
   }
 }
 
@@ -217,18 +204,19 @@ void PublishWorld::plan_update(int32_t index) {
   if (node.next == stream.tasks) return;
   const uint32_t task = plan_.tasks()[stream.first + node.next++].number;
   const Time ready = node.begun + picoseconds(ready_us_[task]);
-  push(std::max(now_, ready) + delay(), Kind::update, index, task);
+  events_.push(std::max(now_, ready) + delays_.next(), Kind::update, index, task);
 }
 
 void PublishWorld::update(int32_t index, uint32_t task) {
   if (!nodes_[index].early) write(index, task, nodes_[index].updated);
   nodes_[index].early = false;
-  push(now_ + delay(), Kind::release, index, task);
+  events_.push(now_ + delays_.next(), Kind::release, index, task);
 }
 
 void PublishWorld::write(int32_t index, uint32_t task, uint64_t step) {
   if (!memory_) return;
-  push(now_ + delay(), Kind::land, index, memory_->update(index, step, tasks_[task]));
+  const uint32_t move = memory_->update(index, step, tasks_[task]);
+  events_.push(now_ + delays_.next(), Kind::land, index, move);
 }
 
 // What an owner writes before it releases is nobody's business but its own: it may begin as soon as
@@ -236,8 +224,8 @@ void PublishWorld::write(int32_t index, uint32_t task, uint64_t step) {
 void PublishWorld::write_early(int32_t index) {
   Node& node = nodes_[index];
   const PublishStream& stream = plan_.streams()[index];
-  if (stream.tasks == 0 || node.updated == last_step() || delay_ == 0) return;
-  if (random_.next() % 2 == 0) return;
+  if (stream.tasks == 0 || node.updated == last_step() || !delays_.any()) return;
+  if (delays_.toss()) return;
   node.early = true;
   write(index, plan_.tasks()[stream.first].number, node.updated + 1);
 }
@@ -257,7 +245,7 @@ void PublishWorld::call(int32_t index) {
   ++node.called;
   node.actor.reset(make_actor_(&node.call, node.cursors.data(), &node.fabric));
   node.asleep = false;
-  push(now_ + picoseconds(costs_.launch_us) + delay(), Kind::step, index, 0);
+  events_.push(now_ + picoseconds(costs_.launch_us) + delays_.next(), Kind::step, index, 0);
 }
 
 void PublishWorld::step(int32_t index) {
@@ -266,7 +254,7 @@ void PublishWorld::step(int32_t index) {
   ++steps_;
   switch (node.actor->step()) {
     case Progress::moved:
-      push(node.fabric.clock, Kind::step, index, 0);
+      events_.push(node.fabric.clock, Kind::step, index, 0);
       break;
     case Progress::idle:
       node.asleep = true;
@@ -283,9 +271,9 @@ void PublishWorld::end_call(int32_t index) {
   node.left = std::max(node.left, node.fabric.clock);
   ++node.ended;
   if (memory_) memory_->end_publish(index, node.ended, tasks_);
-  if (node.planned < last_step() && delay_ > 0 && random_.next() % 2 == 0) {
+  if (node.planned < last_step() && delays_.any() && delays_.toss()) {
     ++node.planned;
-    push(now_ + delay(), Kind::call, index, 0);
+    events_.push(now_ + delays_.next(), Kind::call, index, 0);
   }
   meet(index);
 }
@@ -295,7 +283,7 @@ void PublishWorld::add(int32_t index, uint32_t word) {
   ++node.words[word];
   if (!node.asleep || !node.actor) return;
   node.asleep = false;
-  push(std::max(now_, node.fabric.clock), Kind::step, index, 0);
+  events_.push(std::max(now_, node.fabric.clock), Kind::step, index, 0);
 }
 
 void PublishWorld::raise(int32_t index, uint32_t task, uint64_t step, Time time) {
@@ -309,13 +297,13 @@ void PublishWorld::raise(int32_t index, uint32_t task, uint64_t step, Time time)
   }
   node.flags[task] = step;
   if (memory_) memory_->expect(index, step, tasks_[task]);
-  push(time + delay(), Kind::gather, index, task);
+  events_.push(time + delays_.next(), Kind::gather, index, task);
 }
 
 void PublishWorld::gather(int32_t index, uint32_t task) {
   if (!memory_) return gathered(index, 0);
   const uint32_t move = memory_->gather(index, nodes_[index].flags[task], tasks_[task]);
-  push(now_ + delay(), Kind::gathered, index, move);
+  events_.push(now_ + delays_.next(), Kind::gathered, index, move);
 }
 
 void PublishWorld::gathered(int32_t index, uint32_t move) {
@@ -336,7 +324,7 @@ void PublishWorld::meet(int32_t index) {
   for (int32_t i = 0; i < config_.nodes; ++i) {
     // Now: another rank's tasks may be here before this one's own step begins.
     nodes_[i].gathered = 0;
-    push(now_ + delay(), Kind::begin, i, 0);
+    events_.push(now_ + delays_.next(), Kind::begin, i, 0);
   }
 }
 
@@ -359,11 +347,10 @@ void PublishWorld::report_deadlock() const {
 
 Result PublishWorld::run() {
   step_ = 1;
-  for (int32_t i = 0; i < config_.nodes; ++i) push(delay(), Kind::begin, i, 0);
+  for (int32_t i = 0; i < config_.nodes; ++i) events_.push(delays_.next(), Kind::begin, i, 0);
   while (!events_.empty()) {
     watcher_.look();
-    const Event event = events_.top();
-    events_.pop();
+    const Event event = events_.pop();
     now_ = event.time;
     switch (event.kind) {
       case Kind::step: step(event.rank); break;

@@ -15,6 +15,7 @@
 #include "../core/publish_table.h"
 #include "../fabric/loopback.cuh"
 #include "../kernels/publish_block.cuh"
+#include "stress.h"
 
 namespace dmuon {
 namespace {
@@ -27,28 +28,9 @@ struct Options {
   unsigned seed;
 };
 
-[[noreturn]] void die(const std::string& text) {
-  std::fprintf(stderr, "%s\n", text.c_str());
-  std::exit(1);
-}
-
-struct Table {
-  std::vector<Segment> tasks;
-  uint64_t bytes = 0;
-
-  explicit Table(const Options& o) {
-    std::mt19937 random(o.seed);
-    for (int i = 0; i < 3 * o.nodes; ++i) {
-      const uint64_t length = 1 + random() % (o.tile * 5);
-      tasks.push_back({bytes, 0, length, static_cast<int>(random() % o.nodes), 0});
-      bytes += round_up(length, kAlignment);
-    }
-  }
-};
-
 // The windows of all ranks: tasks, then the words of loopback.cuh.
 struct World {
-  World(const Options& o, const Table& table) {
+  World(const Options& o, const RandomTasks& table) {
     const Channel any = make_channel(Operation::publish, o.nodes, 1, 0, 0, o.tile, o.slots, 0);
     const uint64_t signals = table.bytes;
     const uint64_t counters = signals + any.signals() * sizeof(uint64_t);
@@ -64,7 +46,7 @@ struct World {
 };
 
 struct Rank {
-  Rank(const Options& o, const Table& table, const World& world, int node)
+  Rank(const Options& o, const RandomTasks& table, const World& world, int node)
       : channel(make_channel(Operation::publish, o.nodes, 1, node, 0, o.tile, o.slots, 0)),
         plan(channel, table.tasks, table.bytes),
         control_words(table.tasks.size() + 1, 0),
@@ -122,7 +104,7 @@ void update(const Options& o, Rank& rank, pthread_barrier_t* met) {
   }
 }
 
-void read(const Options& o, const Table& table, Rank& rank, pthread_barrier_t* met) {
+void read(const Options& o, const RandomTasks& table, Rank& rank, pthread_barrier_t* met) {
   const Guard guard = rank.guard();
   for (uint64_t step = 1; step <= static_cast<uint64_t>(o.steps); ++step) {
     for (uint32_t i = 0; i < table.tasks.size(); ++i) {
@@ -141,7 +123,7 @@ void read(const Options& o, const Table& table, Rank& rank, pthread_barrier_t* m
 }
 
 void run(const Options& o) {
-  const Table table(o);
+  const RandomTasks table(o.nodes, o.tile, o.seed, 0);
   const World world(o, table);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int node = 0; node < o.nodes; ++node) {

@@ -18,6 +18,7 @@
 #include "../core/publish_table.h"
 #include "../fabric/shm_publish.h"
 #include "../fabric/shm_run.h"
+#include "stress.h"
 
 namespace dmuon {
 namespace {
@@ -31,27 +32,8 @@ struct Options {
   int spins, pause;
 };
 
-[[noreturn]] void die(const std::string& text) {
-  std::fprintf(stderr, "%s\n", text.c_str());
-  std::exit(1);
-}
-
-struct Table {
-  std::vector<Segment> tasks;
-  uint64_t bytes = 0;
-
-  explicit Table(const Options& o) {
-    std::mt19937 random(o.seed);
-    for (int i = 0; i < 4 * o.nodes; ++i) {
-      const uint64_t length = 1 + random() % (o.tile * 6);
-      tasks.push_back({bytes, 0, length, static_cast<int>(random() % o.nodes), 0});
-      bytes += round_up(length, kAlignment) + kAlignment;
-    }
-  }
-};
-
 struct Rank {
-  Rank(const Options& o, const Table& table, int node)
+  Rank(const Options& o, const RandomTasks& table, int node)
       : channel(make_channel(Operation::publish, o.nodes, 1, node, 0, o.tile, o.slots, 0)),
         plan(channel, table.tasks, table.bytes),
         flags(static_cast<uint32_t>(table.tasks.size())),
@@ -114,7 +96,7 @@ void publish(const Options& o, Rank& rank, pthread_barrier_t* met, std::atomic<u
   }
 }
 
-void gather(const Options& o, Rank& rank, const Table& table, pthread_barrier_t* met) {
+void gather(const Options& o, Rank& rank, const RandomTasks& table, pthread_barrier_t* met) {
   std::mt19937 random(o.seed * 11 + rank.channel.node);
   for (int step = 1; step <= o.steps; ++step) {
     for (uint64_t first = 0; first < table.tasks.size();) {
@@ -148,7 +130,7 @@ void gather(const Options& o, Rank& rank, const Table& table, pthread_barrier_t*
 }
 
 void stress(const Options& o) {
-  const Table table(o);
+  const RandomTasks table(o.nodes, o.tile, o.seed, kAlignment);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int node = 0; node < o.nodes; ++node) {
     ranks.push_back(std::make_unique<Rank>(o, table, node));

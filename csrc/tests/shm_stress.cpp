@@ -18,6 +18,7 @@
 #include "../core/reducescatterv.h"
 #include "../core/table.h"
 #include "../fabric/shm_run.h"
+#include "stress.h"
 
 namespace dmuon {
 namespace {
@@ -32,11 +33,6 @@ struct Options {
 
   int ranks() const { return nodes * rails; }
 };
-
-[[noreturn]] void die(const std::string& text) {
-  std::fprintf(stderr, "%s\n", text.c_str());
-  std::exit(1);
-}
 
 // A call's table and payload, computed alike by every rank.
 struct Scene {

@@ -24,6 +24,18 @@ UNIT = 4 * 128 * 1024
 """A segment of so many bytes falls into equal slices for 4 GPUs, of two chunks each."""
 
 
+def expect_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    """Assert that `dmuon simulate` ends with status 2 and one line that says `expected`."""
+    assert dmuon_simulate(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
 def dmuon_simulate(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Run `dmuon simulate` in this process; return its exit status."""
     monkeypatch.setattr(sys, "argv", ["dmuon", "simulate", *arguments])
@@ -231,9 +243,7 @@ def test_mistakes_cost_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exit status 2 and one line that says what was expected."""
-    assert dmuon_simulate(monkeypatch, *arguments) == 2
-    error = capsys.readouterr().err
-    assert expected in error and error.count("\n") == 1
+    expect_one_line(monkeypatch, capsys, arguments, expected)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from tests.operators.published_publish import PublishRow, publish_rows
-from tests.operators.test_sim_operator import dmuon_simulate
+from tests.operators.test_sim_operator import dmuon_simulate, expect_one_line
 from torchtitan_dmuon.native.segments import Segment
 from torchtitan_dmuon.simulator.cluster import shipped
 from torchtitan_dmuon.simulator.operator import predict_publish
@@ -74,9 +74,7 @@ def test_mistakes_cost_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exit status 2 and one line that says what was expected."""
-    assert dmuon_simulate(monkeypatch, *arguments) == 2
-    error = capsys.readouterr().err
-    assert expected in error and error.count("\n") == 1
+    expect_one_line(monkeypatch, capsys, arguments, expected)
 
 
 def test_bad_tasks_are_named() -> None:
