@@ -20,6 +20,7 @@ from tests.runtime.harness import dedicate, full_weights, make_mesh, open_world
 from tests.runtime.models import FIXTURES
 from tests.worlds import pack, run_world, unpack
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
+from torchtitan_dmuon.runtime import open_pool
 from torchtitan_dmuon.runtime.copies import Copies
 from torchtitan_dmuon.runtime.pool import Space
 
@@ -155,6 +156,19 @@ def reordered(mesh: tuple[int, int], communication: str) -> Any:
     return job.facts(), job.end()
 
 
+def uneven(mesh: tuple[int, int], communication: str, last: int) -> Any:
+    """From the second step to step `last` rank 0 leaves the backward out."""
+    job = Job(mesh, communication=communication)
+    with patch.object(open_pool, "_ATTEMPTS", 3):
+        for step in range(STEPS):
+            job.optimizer.zero_grad()
+            loss = job.fixture.loss(job.model, step, job.rank, job.size, 1)
+            if job.rank != 0 or not 1 <= step <= last:
+                loss.backward()
+            job.optimizer.step()
+    return job.facts(), job.end()
+
+
 def late(mesh: tuple[int, int]) -> Any:
     """Rank 0 is late when the pool opens: the others have updated before it has moved in."""
     install = Copies.install
@@ -209,6 +223,10 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "accumulate": (accumulating, ((2, 2), False), {}),
     "defer": (accumulating, ((2, 2), True), {}),
     "late": (late, ((2, 2),), {}),
+    "uneven": (uneven, ((2, 2), "operators", 2), {}),
+    "uneven_c10d": (uneven, ((2, 2), "c10d", 2), {}),
+    "never_even": (uneven, ((2, 2), "operators", STEPS), {}),
+    "never_even_c10d": (uneven, ((2, 2), "c10d", STEPS), {}),
     "resumed": (resumed, ((2, 2),), {}),
     "reordered": (reordered, ((2, 2), "operators"), {}),
     "reordered_c10d": (reordered, ((2, 2), "c10d"), {}),
@@ -322,6 +340,25 @@ def test_an_order_that_was_not_recorded() -> None:
     assert facts["operated"]["reduce_scatter_v"] > 0
     for name, value in weights.items():
         torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_recorded_different_orders_record_again() -> None:
+    """The pool opens with the first micro-batch that was the same on every rank."""
+    for rank in _ranks():
+        facts, weights = rank["uneven"]
+        others = rank["uneven_c10d"][1]
+        assert facts["operated"]["publish"] == STEPS - 3, "opened in the fourth step"
+        for name, value in weights.items():
+            torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_never_agree_go_on_without_a_pool() -> None:
+    """After some attempts; they train over collectives, with the bits of line C."""
+    for rank in _ranks():
+        facts, weights = rank["never_even"]
+        others = rank["never_even_c10d"][1]
+        assert (facts["operated"], facts["parts"], facts["hits"]) == ({}, {}, None)
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_kept_gradients_keep_their_values() -> None:

@@ -92,6 +92,8 @@ class _Rank:
         ]
         self.gather = self.operators.all_gather_v(led, label="row")
         self.meeting, self.sums = _meeting(self.operators, mesh)
+        # Nobody publishes into a copy that is still to be filled.
+        self.meet()
 
     def meet(self) -> None:
         """Return when every rank has come."""

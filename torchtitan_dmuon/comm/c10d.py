@@ -188,14 +188,18 @@ class C10dCommunicator(Communicator):
             dist.all_gather(result, values, group=self._groups["exchange"])
         return torch.stack(result)
 
+    def digests(self, digest: int) -> list[int]:
+        """Return the 63 bits or fewer that each rank of the mesh gives. Collective."""
+        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
+        return [int(value) for value in self.collect(mine)[:, 0].tolist()]
+
     def agree(self, digest: int, difference: str, advice: str) -> None:
         """Check that 60 bits of digest are the same on every rank (invariant I6). Collective.
 
         Raises:
             RuntimeError: it is not: `difference`, both ranks' digests, `advice`.
         """
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
-        values = self.collect(mine)[:, 0].tolist()
+        values = self.digests(digest)
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise RuntimeError(

@@ -21,13 +21,26 @@ logger = logging.getLogger("torchtitan_dmuon")
 _SUMMED = (torch.bfloat16, torch.float32)
 
 
-def open_pool(runtime: Runtime, record: Record) -> None:
-    """Open the pool of a model whose last micro-batch was recorded. Collective.
+# Micro-batches that are recorded before a job goes on without a pool.
+_ATTEMPTS = 8
+_NOTHING = -1
 
-    No group is gathered and nothing is in flight.
+
+def open_pool(runtime: Runtime, record: Record | None) -> bool:
+    """Open the pool of a model, if all ranks have recorded the same of a micro-batch. Collective.
+
+    No group is gathered and nothing is in flight. Ranks whose layers ran in different orders, or of
+    which some had no backward, record the next micro-batch, a few times; then all layers stay on
+    collectives, and the log says so.
+
+    Args:
+        runtime: Of the model.
+        record: What this rank has recorded; None: nothing yet.
+
+    Returns:
+        Whether there is nothing more to do: it is open, or will not be.
 
     Raises:
-        RuntimeError: ranks recorded different orders; both digests are named.
         NativeError: the library cannot be compiled.
         OSError: no memory, or NCCL or CUDA refused.
         CommunicationError: a rank did not come.
@@ -35,6 +48,8 @@ def open_pool(runtime: Runtime, record: Record) -> None:
     communicator = runtime.communicator
     assert isinstance(communicator, OperatorsCommunicator)
     groups = [group for group in runtime.groups if isinstance(group, OwnerGroup)]
+    if record is None:
+        return _is_over(runtime, communicator.digests(_NOTHING))
     demands: dict[Place, int] = {}
     for group in groups:
         demands.update(_demands(group))
@@ -42,7 +57,11 @@ def open_pool(runtime: Runtime, record: Record) -> None:
     windows = _plan_windows(groups, ranges)
     order = [group for group in runtime.order if isinstance(group, OwnerGroup)]
     copies = Copies(order, communicator)
-    _agree(communicator, ranges, windows, copies)
+    # Invariant: offsets are the same on every rank, so that a place in one window is it in all.
+    digest = ranges.digest((windows.starts(), copies.nbytes))
+    digests = communicator.digests(digest)
+    if any(other != digest for other in digests):
+        return _is_over(runtime, digests)
     window_at = ranges.total
     copies_at = window_at + -(-windows.nbytes // ALIGNMENT) * ALIGNMENT
     memory = communicator.open(max(copies_at + copies.nbytes, ALIGNMENT))
@@ -64,6 +83,27 @@ def open_pool(runtime: Runtime, record: Record) -> None:
     # would bring the old weights back.
     communicator.exchange(torch.zeros(1, device=communicator.device))
     _log(runtime, groups, ranges, copies)
+    return True
+
+
+def _is_over(runtime: Runtime, digests: Sequence[int]) -> bool:
+    """Record again where ranks differ. Returns whether that was tried often enough."""
+    if all(digest == _NOTHING for digest in digests):
+        return False
+    attempts = runtime.pool.record_again()
+    over = attempts == _ATTEMPTS
+    if over:
+        runtime.close_pool()
+    communicator = runtime.communicator
+    if communicator is not None and communicator.rank == 0 and (over or attempts == 1):
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        logger.warning(
+            "pool: mesh ranks 0 and %d ran their layers in different orders in the recorded "
+            "micro-batch; %s",
+            other,
+            f"the last of {attempts}: all layers stay on collectives" if over else "trying again",
+        )
+    return over
 
 
 def _demands(group: OwnerGroup) -> dict[Place, int]:
@@ -142,16 +182,6 @@ def _plan_windows(groups: Sequence[OwnerGroup], ranges: Ranges) -> _Windows:
         if same and (Space.GRADIENTS, group.index) in ranges.offsets:
             windows.add(group)
     return windows
-
-
-def _agree(
-    communicator: OperatorsCommunicator, ranges: Ranges, windows: _Windows, copies: Copies
-) -> None:
-    communicator.agree(
-        ranges.digest((windows.starts(), copies.nbytes)),
-        "ranks planned different pools",
-        'layers ran in another order there; communication="c10d" needs no pool',
-    )
 
 
 def _log(

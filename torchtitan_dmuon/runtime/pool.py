@@ -138,6 +138,7 @@ class Pool:
         self.ranges: Ranges | None = None
         self.parts: dict[str, int] = {}
         self._record: Record | None = None
+        self._attempts = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._in_use: set[Place] = set()
 
@@ -145,6 +146,12 @@ class Pool:
         """Begin to record what is acquired and released."""
         if self.ranges is None and self._record is None:
             self._record = Record()
+
+    def record_again(self) -> int:
+        """Forget what was recorded. Returns how often that was asked for."""
+        self._record = None
+        self._attempts += 1
+        return self._attempts
 
     @property
     def recorded(self) -> Record | None:

@@ -60,7 +60,7 @@ class Runtime:
         reshard_after_forward: bool,
         prefetch_depth: int,
         cast_inputs_to: torch.dtype | None,
-        open_pool: Callable[[Runtime, Record], None] | None = None,
+        open_pool: Callable[[Runtime, Record | None], bool] | None = None,
         allocation_signatures: bool = True,
     ) -> None:
         self.model = model
@@ -212,10 +212,13 @@ class Runtime:
 
     def open_pool(self) -> None:
         """Open the pool once a micro-batch was recorded. Collective; between settle and update."""
-        record = self.pool.recorded
-        if self._open_pool is not None and record is not None:
-            self._open_pool(self, record)
+        if self._open_pool is not None and self._open_pool(self, self.pool.recorded):
             self._open_pool = None
+
+    def close_pool(self) -> None:
+        """Do without a pool from now on."""
+        self.pool.close()
+        self._reductions.close()
 
     def _end_pass(self, outermost: Site) -> None:
         if outermost is self.sites[0] and not self._position:
@@ -452,8 +455,7 @@ class Runtime:
             self.moves += 1
             if self.pool.ranges is not None:
                 self._open_pool = None
-                self.pool.close()
-                self._reductions.close()
+                self.close_pool()
 
     @contextmanager
     def gathered(self, groups: Sequence[Group], *, writeback: bool) -> Iterator[None]:
