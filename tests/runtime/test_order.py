@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torchtitan_dmuon as dmuon
 from tests.runtime.communication import (
     Work,
+    chosen,
     each_communication,
     each_communication_at_length,
     run_world,
@@ -120,7 +121,8 @@ def test_order_and_bits_do_not_depend_on_timing(reshard: bool) -> None:
     calm = run_world(4, train, False, reshard, timeout_seconds=60)
     results = run_world(4, train, True, reshard, timeout_seconds=60)
     logs = [log for log, _ in results]
-    assert len(logs[0]) > 10 * STEPS
+    # One publish of the operators carries what collectives publish piece by piece.
+    assert len(logs[0]) > (10 if chosen() == "c10d" else 5) * STEPS
     for row in ((0, 1), (2, 3)):
         a, b = (_only(logs[r], *IN_ROWS, *IN_ALL) for r in row)
         assert a == b, "ranks of a row submitted different sequences"

@@ -23,6 +23,7 @@ from tests.runtime.communication import (
     watch,
 )
 from tests.runtime.plain import Block, Run, dedicate, open_world
+from torchtitan_dmuon.comm.window import WindowPublish
 
 LAYERS, SECONDS = 6, 0.06
 
@@ -70,17 +71,31 @@ def slow_down(name: str, serial: bool) -> None:
     watch(slowly, serial=serial)
 
 
+def slow_down_publish() -> None:
+    """Make the operators' publish, one call for all layers, end later than its tasks arrive."""
+    run = WindowPublish.run
+
+    def slow(self: Any, step: int, stream: int | None = None) -> None:
+        run(self, step, stream)
+        time.sleep(SECONDS * LAYERS)
+
+    WindowPublish.run = slow  # type: ignore[method-assign]
+
+
 def measure(shape: tuple[int, int], kind: str, serial: bool) -> tuple[float, float, float]:
     """Return the shortest of two forwards, backwards, and steps with the next forward."""
     mesh = open_world(shape)
     torch.manual_seed(0)
     model = SlowStack()
-    dedicate(model, mesh, reshard_after_forward=True)
+    runtime = dedicate(model, mesh, reshard_after_forward=True).runtime
     optimizer = dmuon.Muon(model)
     x = Run(model, 0, True).x()
     warm_up(lambda: model(x).sum().backward(), optimizer.step)
     model(x).sum().backward()  # records the order of the layers
-    slow_down(kind, serial)
+    if kind == "publish" and runtime.publisher is not None:
+        slow_down_publish()
+    else:
+        slow_down(kind, serial)
     times = []
     for _ in range(2):
         marks = [time.monotonic()]
@@ -89,6 +104,8 @@ def measure(shape: tuple[int, int], kind: str, serial: bool) -> tuple[float, flo
         loss.backward()
         marks.append(time.monotonic())
         optimizer.step()
+        if serial and runtime.publisher is not None:
+            runtime.publisher.finish()
         with torch.no_grad():
             model(x)
         dmuon.wait_for_publish(model)
