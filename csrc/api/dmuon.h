@@ -129,8 +129,9 @@ int dmuon_publish_release(dmuon_publish* publish, uint64_t task, void* stream);
 int dmuon_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t count, uint64_t step,
                        void* stream);
 
-/* No more releases will come: a run that waits for one ends with DMUON_BROKEN. */
-int dmuon_publish_stop(dmuon_publish* publish);
+/* No more releases will come: a run that waits for one ends with DMUON_BROKEN. at_once: not 0: so
+ * does a run that waits for anything, since other ranks' releases will not come either. */
+int dmuon_publish_stop(dmuon_publish* publish, int32_t at_once);
 
 /* Give a publish up; nothing of it may be running. */
 int dmuon_publish_destroy(dmuon_publish* publish);

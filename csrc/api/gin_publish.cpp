@@ -92,9 +92,9 @@ int wait(dmuon_publish& p, uint64_t first, uint64_t count, uint64_t step, cudaSt
 }
 
 // A kernel that waits for a release that will not come ends as after a failure.
-void stop(dmuon_publish& p) {
+void stop(dmuon_publish& p, bool at_once) {
   p.stopped = true;
-  if (p.table.is_released() || has_failed(p.lane())) return;
+  if ((p.table.is_released() && !at_once) || has_failed(p.lane())) return;
   const OnDevice here(p.communicator->device);
   const uint64_t given_up = 1;
   cudaStream_t beside = nullptr;
@@ -142,9 +142,9 @@ int dmuon_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t count, u
       [&] { return dmuon::wait(*publish, first, count, step, static_cast<cudaStream_t>(stream)); });
 }
 
-int dmuon_publish_stop(dmuon_publish* publish) {
+int dmuon_publish_stop(dmuon_publish* publish, int32_t at_once) {
   return dmuon::guarded([&] {
-    dmuon::stop(*publish);
+    dmuon::stop(*publish, at_once != 0);
     return DMUON_OK;
   });
 }

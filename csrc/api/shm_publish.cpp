@@ -43,10 +43,15 @@ int run(dmuon_publish& p, uint64_t step) {
   }
   const Stuck stuck = driver.group(0).stuck();
   lane.report = {static_cast<int32_t>(stuck.wait), stuck.queue, stuck.peer, 0, stuck.chunk, step};
-  lane.text = fabric.hopeless() ? p.table.where() + "closed before all tasks of rank " +
-                                      std::to_string(c.mesh.rank) + " were released, step " +
-                                      std::to_string(step)
-                                : p.table.describe_stuck(lane.report);
+  if (p.flags.given_up) {
+    lane.text = p.table.where() + "given up by rank " + std::to_string(c.mesh.rank) + " in step " +
+                std::to_string(step);
+  } else if (fabric.hopeless()) {
+    lane.text = p.table.where() + "closed before all tasks of rank " +
+                std::to_string(c.mesh.rank) + " were released, step " + std::to_string(step);
+  } else {
+    lane.text = p.table.describe_stuck(lane.report);
+  }
   // Invariant: the text is written before: who sees the failure reads it.
   p.flags.failed = true;
   p.flags.bell.ring();
@@ -134,7 +139,8 @@ int dmuon_shm_publish_wait(dmuon_publish* publish, uint64_t first, uint64_t coun
   return dmuon::guarded([&] { return dmuon::wait(*publish, first, count, step, wait); });
 }
 
-int dmuon_publish_stop(dmuon_publish* publish) {
+int dmuon_publish_stop(dmuon_publish* publish, int32_t at_once) {
+  if (at_once != 0) publish->flags.given_up = true;
   publish->flags.stopped = true;
   publish->lane().shm.own().words->bell.ring();
   return DMUON_OK;

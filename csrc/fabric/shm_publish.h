@@ -82,6 +82,7 @@ struct ShmFlags {
   std::atomic<uint64_t> raised{0};    // flags raised: whether anything goes on
   std::atomic<bool> failed{false};    // a call has: nothing more will arrive
   std::atomic<bool> stopped{false};   // no more releases will come
+  std::atomic<bool> given_up{false};  // nor other ranks'
   // Who waits for flags sleeps here. Invariant: as for the words of ShmBell, all are written and
   // read in sequentially consistent order.
   ShmBell bell{};
@@ -98,8 +99,10 @@ class ShmPublishFabric : public ShmFabric {
   uint64_t released() const { return flags_.released; }
   void flag(uint32_t number, uint64_t step) { flags_.raise(number, step); }
 
-  // The call waits for a release that will not come.
-  bool hopeless() const { return flags_.stopped && flags_.released < all_released_; }
+  // The call waits for a release that will not come, here or elsewhere.
+  bool hopeless() const {
+    return flags_.given_up || (flags_.stopped && flags_.released < all_released_);
+  }
 
  private:
   ShmFlags& flags_;

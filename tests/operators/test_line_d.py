@@ -19,10 +19,11 @@ import torchtitan_dmuon as dmuon
 from tests.runtime.harness import dedicate, full_weights, make_mesh, open_world
 from tests.runtime.models import FIXTURES
 from tests.worlds import pack, run_world, unpack
+from torchtitan_dmuon.comm import CommunicationError
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.runtime import open_pool
 from torchtitan_dmuon.runtime.copies import Copies
-from torchtitan_dmuon.runtime.pool import Space
+from torchtitan_dmuon.runtime.pool import Ranges, Record, Space
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.slow]
 
@@ -69,6 +70,8 @@ class Job:
             "bytes": ranges and {space.value: n for space, n in ranges.space_bytes.items()},
             "places": ranges and len(ranges.offsets),
             "parts": dict(self.runtime.pool.parts),
+            "gradient_bytes": ranges
+            and [n for place, n in ranges.nbytes.items() if place[0] is Space.GRADIENTS],
             "memory": self.runtime.memory_bytes()["pool"],
         }
 
@@ -156,17 +159,130 @@ def reordered(mesh: tuple[int, int], communication: str) -> Any:
     return job.facts(), job.end()
 
 
-def uneven(mesh: tuple[int, int], communication: str, last: int) -> Any:
-    """From the second step to step `last` rank 0 leaves the backward out."""
+def uneven(mesh: tuple[int, int], communication: str, odd: bool) -> Any:
+    """In odd or in even steps rank 0 leaves the backward out; the second is recorded."""
     job = Job(mesh, communication=communication)
-    with patch.object(open_pool, "_ATTEMPTS", 3):
-        for step in range(STEPS):
-            job.optimizer.zero_grad()
-            loss = job.fixture.loss(job.model, step, job.rank, job.size, 1)
-            if job.rank != 0 or not 1 <= step <= last:
-                loss.backward()
-            job.optimizer.step()
+    for step in range(STEPS):
+        job.optimizer.zero_grad()
+        loss = job.fixture.loss(job.model, step, job.rank, job.size, 1)
+        if job.rank != 0 or step % 2 != odd:
+            loss.backward()
+        job.optimizer.step()
     return job.facts(), job.end()
+
+
+def differing(mesh: tuple[int, int], times: int) -> Any:
+    """For some times rank 0 has recorded something else than the others."""
+    lay_out, calls = open_pool.lay_out, 0
+
+    def other(record: Record, nbytes: Any) -> Ranges:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 0 and calls <= times:
+            record = Record(record.events[::-1])
+        return lay_out(record, nbytes)
+
+    with patch.object(open_pool, "lay_out", other), patch.object(open_pool, "_ATTEMPTS", 3):
+        return plain(mesh)
+
+
+def skipping(mesh: tuple[int, int], communication: str) -> Any:
+    """Layers that hand their input through, others on every rank and in every step."""
+    job = Job(mesh, communication=communication)
+    step = 0
+
+    def skip(layer: nn.Module, index: int) -> None:
+        forward = layer.forward
+
+        def skipping(x: torch.Tensor) -> torch.Tensor:
+            left_out = step > OPENED and (step + job.rank + index) % 3 == 0
+            return x if left_out else forward(x)  # type: ignore[no-any-return]
+
+        layer.forward = skipping  # type: ignore[method-assign]
+
+    for index, layer in enumerate(job.model.layers):
+        skip(layer, index)
+    for step in range(STEPS):
+        job.step(step)
+    return job.facts(), job.end()
+
+
+def replaced(mesh: tuple[int, int], communication: str) -> Any:
+    """Hooks keep a gradient, and give another one in its stead."""
+    job = Job(mesh, communication=communication)
+    kept: list[torch.Tensor | None] = []
+
+    def halve(gradient: torch.Tensor) -> torch.Tensor:
+        kept.append(gradient)
+        return gradient * 0.5
+
+    def exchange(parameter: torch.Tensor) -> None:
+        kept.append(parameter.grad)
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+    for step in range(STEPS):
+        if step == OPENED + 1:
+            parameters = dict(job.model.named_parameters())
+            parameters["layers.1.attention.wqkv.weight"].register_hook(halve)
+            # Not the layer's last one, whose gradient is taken before later hooks see it.
+            parameters["layers.3.ffn.w2.weight"].register_post_accumulate_grad_hook(exchange)
+        job.step(step)
+    return job.facts(), job.end()
+
+
+class Small(nn.Module):
+    """Fewer matrices than columns, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(24, 24, bias=False)])
+        self.layers[0].empty = nn.Parameter(torch.empty(0))
+
+
+def small(mesh: tuple[int, int], communication: str) -> Any:
+    """New weights from outside are published on every rank, those that own nothing too."""
+    device_mesh = make_mesh(mesh)
+    model = Small()
+    options = {"communication": communication, "cost": "model"}
+    owned = dmuon.dedicate_params(model, device_mesh, **options)  # type: ignore[arg-type]
+    optimizer = dmuon.Muon(model, lr=0.02, ns_dtype=torch.float32)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        model.layers[0](x).square().mean().backward()
+        optimizer.step()
+        if step == OPENED + 1:
+            with dmuon.full_params(model, writeback=True), torch.no_grad():
+                model.layers[0].weight.mul_(0.5)
+    weights = full_weights(model)
+    assert owned.runtime.communicator is not None
+    owned.runtime.communicator.close()
+    return {}, weights
+
+
+def failing(mesh: tuple[int, int]) -> Any:
+    """An update fails midway, on every rank, and the caller takes the next step."""
+    job = Job(mesh)
+    for step in range(OPENED + 1):
+        job.step(step)
+    publish, calls = type(job.runtime.groups[0]).publish, 0
+
+    def fail(self: Any, piece: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ArithmeticError
+        publish(self, piece)
+
+    with patch.object(type(job.runtime.groups[0]), "publish", fail), pytest.raises(ArithmeticError):
+        job.step(OPENED + 1)
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        job.step(OPENED + 2)
+    facts = {"text": str(caught.value), "seconds": time.monotonic() - begin}
+    return facts, {}
 
 
 def late(mesh: tuple[int, int]) -> Any:
@@ -214,6 +330,8 @@ def in_pool(mesh: tuple[int, int]) -> Any:
     return {**found, "count": len(job.owned.parameters), **job.facts()}, job.end()
 
 
+# What a job does not go on from.
+LAST = {"failing": (failing, ((2, 2),), {})}
 RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "plain": (plain, ((2, 2),), {}),
     "copied": (plain, ((2, 2),), {"allocation_signatures": False}),
@@ -223,10 +341,20 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "accumulate": (accumulating, ((2, 2), False), {}),
     "defer": (accumulating, ((2, 2), True), {}),
     "late": (late, ((2, 2),), {}),
-    "uneven": (uneven, ((2, 2), "operators", 2), {}),
-    "uneven_c10d": (uneven, ((2, 2), "c10d", 2), {}),
-    "never_even": (uneven, ((2, 2), "operators", STEPS), {}),
-    "never_even_c10d": (uneven, ((2, 2), "c10d", STEPS), {}),
+    "differing": (differing, ((2, 2), 2), {}),
+    "always_differing": (differing, ((2, 2), STEPS), {}),
+    **{
+        f"{name}_{communication}": (target, ((2, 2), communication, *more), {})
+        for communication in ("operators", "c10d")
+        for name, target, more in (
+            ("uneven_recorded", uneven, (True,)),
+            ("uneven_later", uneven, (False,)),
+            ("skipping", skipping, ()),
+            ("replaced", replaced, ()),
+            ("small", small, ()),
+        )
+    },
+    "c10d": (plain, ((2, 2),), {"communication": "c10d"}),
     "resumed": (resumed, ((2, 2),), {}),
     "reordered": (reordered, ((2, 2), "operators"), {}),
     "reordered_c10d": (reordered, ((2, 2), "c10d"), {}),
@@ -240,7 +368,7 @@ def _run(names: tuple[str, ...]) -> bytes:
     open_world()
     found = {}
     for name in names:
-        target, arguments, options = RUNS[name]
+        target, arguments, options = {**RUNS, **LAST}[name]
         found[name] = target(*arguments, **options)
     return pack(found)
 
@@ -342,23 +470,57 @@ def test_an_order_that_was_not_recorded() -> None:
         torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["uneven_recorded", "uneven_later", "skipping", "replaced", "small"]
+)
+def test_what_ranks_do_differently_changes_no_sum(name: str) -> None:
+    """One rank leaves a backward out; ranks skip other layers; hooks keep and replace gradients; a
+    column owns nothing: the weights are those of line C."""
+    for rank in _ranks():
+        _, weights = rank[f"{name}_operators"]
+        _, others = rank[f"{name}_c10d"]
+        for key, value in weights.items():
+            torch.testing.assert_close(value, others[key], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_was_left_out_gets_no_place() -> None:
+    """Its gradients are already being summed when autograd tells of it."""
+    for rank in _ranks():
+        _, misses, _ = rank["skipping_operators"][0]["hits"]
+        assert misses == 0
+
+
 def test_ranks_that_recorded_different_orders_record_again() -> None:
     """The pool opens with the first micro-batch that was the same on every rank."""
     for rank in _ranks():
-        facts, weights = rank["uneven"]
-        others = rank["uneven_c10d"][1]
+        facts, weights = rank["differing"]
         assert facts["operated"]["publish"] == STEPS - 3, "opened in the fourth step"
         for name, value in weights.items():
-            torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(value, rank["c10d"][1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_ranks_that_never_agree_go_on_without_a_pool() -> None:
     """After some attempts; they train over collectives, with the bits of line C."""
     for rank in _ranks():
-        facts, weights = rank["never_even"]
-        others = rank["never_even_c10d"][1]
+        facts, weights = rank["always_differing"]
         assert (facts["operated"], facts["parts"], facts["hits"]) == ({}, {}, None)
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
+        assert all(torch.equal(weights[name], rank["c10d"][1][name]) for name in weights)
+
+
+def test_gradients_of_all_layers_are_never_in_the_pool_together() -> None:
+    """At most two sums on their way and two layers beside them have places of their own."""
+    parts = _ranks()[0]["plain"][0]["parts"]
+    layers = sorted(_ranks()[0]["plain"][0]["gradient_bytes"])
+    assert parts["gradients"] <= sum(layers[-4:]) < sum(layers)
+
+
+def test_an_update_that_failed_does_not_make_the_next_step_wait() -> None:
+    """It ends at once, and says that the publish was left."""
+    rank: dict[str, Any]
+    for rank in [unpack(data) for data in run_world(4, _run, ("failing",), timeout_seconds=100)]:
+        facts, _ = rank["failing"]
+        assert facts["seconds"] < 10
+        assert "publish of weights" in facts["text"]
 
 
 def test_kept_gradients_keep_their_values() -> None:

@@ -76,7 +76,7 @@ def _everything() -> list[tuple[str, list[str]]]:
         _outcome("auto", "gather"),
         _outcome("operators", "gather"),
     ]
-    with patch.object(operators_communicator, "_lack", _without_compiler):
+    with patch.object(operators_communicator, "lack_of", _without_compiler):
         found += [_outcome("auto"), _outcome("operators")]
     with patch.object(socket, "gethostname", lambda: f"host{dist.get_rank()}"):
         found += [_outcome("auto"), _outcome("operators")]

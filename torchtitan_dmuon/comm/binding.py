@@ -120,7 +120,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "dmuon_publish_run": [_P, ctypes.c_uint64, _P],
     "dmuon_publish_release": [_P, ctypes.c_uint64, _P],
     "dmuon_publish_wait": [_P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, _P],
-    "dmuon_publish_stop": [_P],
+    "dmuon_publish_stop": [_P, ctypes.c_int32],
     "dmuon_publish_destroy": [_P],
     "dmuon_stuck": [_P, ctypes.c_int32, ctypes.POINTER(CStuck)],
     "dmuon_group_destroy": [_P],

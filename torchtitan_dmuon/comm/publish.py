@@ -113,12 +113,17 @@ class Publish:
         with torch.profiler.record_function(f"wait for publish of {self.label}"):
             self._publish.wait(first, stop - first, step, self._current())
 
-    def close(self) -> None:
-        """Let a started call end, then end the stream.
+    def stop(self, *, at_once: bool = False) -> None:
+        """No more releases of this rank will come: a call that waits for one ends with an error.
 
-        A call that waits for a release of this rank ends at once, with an error: none will come.
+        Args:
+            at_once: Releases of other ranks will not come either: whatever a call waits for.
         """
-        self._publish.stop()
+        self._publish.stop(at_once=at_once)
+
+    def close(self) -> None:
+        """Let a started call end, then end the stream. No more releases will come (`stop`)."""
+        self.stop()
         self._stream.close()
 
     def _current(self) -> int | None:

@@ -319,9 +319,9 @@ class WindowPublish:
         while state.paused:
             self._library.call("dmuon_shm_publish_wait", *arguments)
 
-    def stop(self) -> None:
-        """No more releases will come: a run that waits for one ends."""
-        self._library.call("dmuon_publish_stop", self._handle)
+    def stop(self, *, at_once: bool = False) -> None:
+        """No more releases will come: a run that waits for one ends; `at_once`: any run does."""
+        self._library.call("dmuon_publish_stop", self._handle, int(at_once))
 
 
 def _encoded(text: str) -> bytes:

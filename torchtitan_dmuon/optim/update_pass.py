@@ -55,6 +55,14 @@ class UpdatePass:
 
     def run(self) -> int:
         """Update and publish everything, in forward order. Returns the matrices done here."""
+        try:
+            return self._update_all()
+        except BaseException:
+            # Whoever catches it and goes on must not wait for the rest of this step's publish.
+            self.runtime.abandon_publish()
+            raise
+
+    def _update_all(self) -> int:
         count = 0
         for group in self.runtime.order:
             works = self._works(group)

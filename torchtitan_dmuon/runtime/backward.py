@@ -70,11 +70,15 @@ class BackwardRun:
                     self.last[k].append(group)
         self._gathered = self._entered = self._finished = -1
 
-    def enter(self, stage: int) -> None:
-        """Backward of a stage begins: finish those before it, have its groups gathered."""
+    def enter(self, stage: int) -> bool:
+        """Backward of a stage begins: finish those before it, have its groups gathered.
+
+        Returns:
+            Whether it does. A layer that hands its input through is told of by the layer before
+            it, too late: it was finished then.
+        """
         if stage <= self._finished:
-            # A layer that hands its input through is told of by the layer before it, too late.
-            return
+            return False
         self._finish_through(stage - 1)
         self._entered = max(self._entered, stage)
         self._gather_through(stage + self._depth)
@@ -83,6 +87,7 @@ class BackwardRun:
                 self._begun.add(group)
                 self._begin_group(group)
         self.wait(stage)
+        return True
 
     def recompute(self, site: Site) -> bool:
         """The forward of `site` runs again inside backward: have its groups gathered.

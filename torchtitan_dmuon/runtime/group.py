@@ -386,10 +386,15 @@ class Group(ABC):
             return place.view(self.precision.reduce)
         return torch.empty(self.layout.numel, dtype=self.precision.reduce, device=self.device)
 
+    @property
+    def born_in_place(self) -> bool:
+        """Whether gradients can be: they are summed in the dtype in which autograd makes them."""
+        return self.precision.reduce is self.precision.compute
+
     def gradient_places(self) -> dict[int, torch.Tensor]:
         """Return where gradients may be born, by parameter: in the pool, if the group's place
         there is in use and they are summed as autograd makes them."""
-        if self.precision.reduce is not self.precision.compute:
+        if not self.born_in_place:
             return {}
         memory = self.pool.held((Space.GRADIENTS, self.index))
         if memory is None:

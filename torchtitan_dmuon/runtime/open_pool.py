@@ -10,7 +10,7 @@ import torch
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator, movable
 from torchtitan_dmuon.native.segments import aligned
 from torchtitan_dmuon.runtime.copies import Copies
-from torchtitan_dmuon.runtime.group import Group
+from torchtitan_dmuon.runtime.group import Group, Precision
 from torchtitan_dmuon.runtime.owner_group import OwnerGroup, OwnerWindow
 from torchtitan_dmuon.runtime.pool import ALIGNMENT, Place, Ranges, Record, Space, lay_out
 from torchtitan_dmuon.runtime.runtime import Runtime
@@ -184,6 +184,13 @@ def _plan_windows(groups: Sequence[OwnerGroup], ranges: Ranges) -> _Windows:
     return windows
 
 
+def _copied(precision: Precision) -> str:
+    made, summed = (
+        str(dtype).removeprefix("torch.") for dtype in (precision.compute, precision.reduce)
+    )
+    return f"; gradients are copied into it: made in {made}, summed in {summed}"
+
+
 def _log(
     runtime: Runtime,
     groups: Sequence[Group],
@@ -199,13 +206,14 @@ def _log(
         or (not group.resident and (Space.PARAMETERS, group.index) not in ranges.offsets)
     ]
     logger.info(
-        "pool: %.1f MiB on a rank (%s); %d of %d layers on the operators, publish by %s%s",
+        "pool: %.2f MiB on a rank (%s); %d of %d layers on the operators, publish by %s%s%s",
         runtime.pool.nbytes / 2**20,
-        ", ".join(f"{part} {nbytes / 2**20:.1f}" for part, nbytes in runtime.pool.parts.items()),
+        ", ".join(f"{part} {nbytes / 2**20:.2f}" for part, nbytes in runtime.pool.parts.items()),
         len(groups) - len(outside),
         len(groups),
         "one kernel" if copies.published else "broadcasts",
-        f", the others (unaligned or unused) on collectives: {', '.join(outside[:8])}"
+        f", the others (unaligned or without a gradient) on collectives: {', '.join(outside[:8])}"
         if outside
         else "",
+        "" if any(group.born_in_place for group in groups) else _copied(groups[0].precision),
     )

@@ -86,6 +86,7 @@ class OwnerGroup(Group):
 
     def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None:
         mine = [s for s in self.owned if s.parameter in trainable]
+        nothing = torch.empty(0, dtype=packed.dtype, device=packed.device)
         home = self.home
         # The same on every rank: who sums writes into the owner's memory.
         direct = (
@@ -93,7 +94,7 @@ class OwnerGroup(Group):
         ) and not self._summed
         self._summed = True
         if home is not None and direct:
-            sources = [(s, home.parts[s]) for s in mine]
+            sources = [(s, home.parts[s] if s.numel else nothing) for s in mine]
         else:
             sources = [(s, part(packed, s.offset, s.numel)) for s in mine]
         accumulate = self._accumulator(sources)

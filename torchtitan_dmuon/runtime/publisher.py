@@ -65,13 +65,10 @@ class Publisher:
             self._ended.wait()
             self._ended = None
 
-    def begin_anew(self) -> None:
-        """Have the last round ended on every rank, before a round that no step's exchange precedes.
-
-        Collective.
-        """
-        self.finish()
-        self._communicator.exchange(torch.zeros(1, device=self._communicator.device))
+    def abandon(self) -> None:
+        """Have a round that was begun and will not be completed end with an error, here and now."""
+        if self._next != 0:
+            self._publish.stop(at_once=True)
 
 
 class _Arrival(Event):

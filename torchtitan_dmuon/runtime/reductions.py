@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ class Reductions:
         """What an earlier backward left is void."""
         flying = {reduction.group for reduction in self._flying}
         for group in self._groups:
-            if group not in flying:
+            # What nobody holds is not released: a record would take it for in use until here.
+            if group not in flying and self._pool.held(_place(group)) is not None:
                 self._pool.release(_place(group))
 
     def begin(self, group: Group) -> None:
@@ -155,12 +157,29 @@ class Reductions:
         if self._signatures is None or memory is None:
             return
         held = [p.parameter.grad for p in group.parameters if p.parameter.grad is not None]
-        if not self._signatures.vacate(memory, held):
+        if self._signatures.vacate(memory, held):
+            return
+        # A hook has kept what it replaced by another gradient.
+        if not self._signatures.vacate(memory, _tensors_in(memory)):
             raise RuntimeError(
-                f"{group.name}: its gradients are still being made where others are to be summed: "
-                "backward took an order that the second micro-batch did not have; give "
-                'communication="c10d"'
+                f"{group.name}: what its backward has made is still used where gradients are to be "
+                "summed: backward took an order that the recorded micro-batch did not have, or "
+                'something keeps it; give communication="c10d" or allocation_signatures=False'
             )
+
+
+def _tensors_in(memory: torch.Tensor) -> list[torch.Tensor]:
+    """Return all tensors of this process that live in `memory`. Takes milliseconds."""
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    return [
+        thing
+        for thing in gc.get_objects()
+        # Plain ones: others, as fake tensors, have no memory to ask for.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter)
+        and thing.device == memory.device
+        and thing.layout is torch.strided
+        and begin <= thing.data_ptr() < end
+    ]
 
 
 def _place(group: Group) -> tuple[Space, int]:

@@ -206,7 +206,7 @@ class Runtime:
             # The first micro-batch only warms up (paper C.1).
             if self._warm:
                 self.pool.record()
-                if self._signatures:
+                if self._signatures and any(group.born_in_place for group in self.groups):
                     self._reductions.learn(self.device)
             self._warm = True
 
@@ -284,7 +284,10 @@ class Runtime:
         def reached(gradient: torch.Tensor) -> None:
             run = self._run(record)
             self._finish_newer(record)
-            run.enter(len(run.stages) - 1 - index)
+            # Invariant: places are given to the layer whose backward begins, and to no other: those
+            # of a finished layer are being summed.
+            if not run.enter(len(run.stages) - 1 - index):
+                return
             # Several passes in one backward: autograd may still add to what one of them has made.
             alone = self._pending == [record]
             self._reductions.enter(index, record.calls[index].groups if alone else ())
@@ -408,12 +411,22 @@ class Runtime:
 
     def publish_all(self) -> None:
         """Bring every copy to the value of its master. Collective."""
-        if self.publisher is not None:
-            self.publisher.begin_anew()
+        if self.pool.ranges is not None and self.communicator is not None:
+            # Invariant: the last round has ended on every rank before the next, which no step's
+            # exchange precedes. Asked of the pool, which all ranks have: a column without a matrix
+            # has no publisher.
+            if self.publisher is not None:
+                self.publisher.finish()
+            self.communicator.exchange(torch.zeros(1, device=self.device))
         for group in self.order:
             for piece in group.pieces:
                 group.publish(piece)
         self._stale = False
+
+    def abandon_publish(self) -> None:
+        """An update failed midway: end its publish, if it is one call for all, with an error."""
+        if self.publisher is not None:
+            self.publisher.abandon()
 
     def wait_for_publish(self) -> None:
         for group in self.groups:

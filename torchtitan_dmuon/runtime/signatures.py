@@ -100,9 +100,9 @@ class Counters:
 
     @property
     def hit_rate(self) -> float:
-        """Hits among those whose signature was known; 1 if there were none."""
-        known = self.hits + self.misses
-        return self.hits / known if known else 1.0
+        """Hits among all but those that were learned from; 1 if there were none."""
+        counted = self.hits + self.misses + self.unlearned
+        return self.hits / counted if counted else 1.0
 
 
 class Signatures:
