@@ -13,7 +13,7 @@ import torch
 
 from tests.worlds import RankFailed, run_world
 from torchtitan_dmuon.doctor import read_pool
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 pytestmark = pytest.mark.slow
 

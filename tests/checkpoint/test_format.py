@@ -39,7 +39,7 @@ HSDP = Layout("owner", (2, 2), fused=True)
 def _weights(job: Job) -> dict[str, torch.Tensor]:
     """Return all weights in full, as the model has them now. Collective."""
     import torchtitan_dmuon as dmuon
-    from torchtitan_dmuon.runtime.runtime import canonical_name
+    from torchtitan_dmuon.runtime.site import canonical_name
 
     with dmuon.full_params(job.model), torch.no_grad():
         return {

@@ -20,7 +20,7 @@ from tests.runtime.models import FIXTURES, Fixture
 from tests.runtime.reference import Trace
 from tests.worlds import pack, unpack
 from torchtitan_dmuon.runtime.dedicate import Dedication
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 # Small enough that most matrices of the fixtures have an owner of their own.
 SMALL = 1000

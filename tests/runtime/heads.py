@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import torchtitan_dmuon as dmuon
 from tests.runtime.reference import POLAR_EXPRESS
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 

@@ -21,7 +21,7 @@ from torchtitan_dmuon.checkpoint.held import HeldTensor, Part
 from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
 from torchtitan_dmuon.optim.saved import SavedState
 from torchtitan_dmuon.runtime.dedicate import runtime_of
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 Parts = Mapping[str, Sequence[Part]]
 """The parts of parameters that the checkpoint has as several tensors, by canonical name."""

@@ -13,7 +13,7 @@ from torchtitan.models.common.attention import FusedQKVLinear
 
 from torchtitan_dmuon.checkpoint.held import Part
 from torchtitan_dmuon.ownership import MatrixSpec
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 
 def fused_qkv_specs(model: nn.Module) -> dict[str, MatrixSpec]:

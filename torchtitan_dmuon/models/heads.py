@@ -11,7 +11,7 @@ from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVL
 
 from torchtitan_dmuon.optim.qk_clip import Attention, Rows
 from torchtitan_dmuon.ownership import MatrixSpec
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 
 def head_specs(model: nn.Module) -> dict[str, MatrixSpec]:

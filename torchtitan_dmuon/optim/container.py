@@ -20,7 +20,7 @@ from torchtitan_dmuon.optim.qk_clip import QKClip
 from torchtitan_dmuon.optim.report import PHASES, RoutingReport, StepReport
 from torchtitan_dmuon.ownership import summarize
 from torchtitan_dmuon.runtime.api import clip_grad_norm_
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 _DTYPES = {
     "float16": torch.float16,

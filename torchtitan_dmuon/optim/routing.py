@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.optim.report import RouteRow, RoutingReport
 from torchtitan_dmuon.runtime.group import Group
-from torchtitan_dmuon.runtime.runtime import Runtime, canonical_name
+from torchtitan_dmuon.runtime.runtime import Runtime
+from torchtitan_dmuon.runtime.site import canonical_name
 
 Place = tuple[Group, int]
 """A group, and the index of a parameter in it."""

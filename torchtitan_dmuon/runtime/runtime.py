@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
-from torchtitan_dmuon.comm import Communicator, Traffic
+from torchtitan_dmuon.comm import CommunicationError, Communicator, Traffic
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.ownership import Assignment, Layer
 from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
@@ -21,7 +21,7 @@ from torchtitan_dmuon.runtime.pool import Pool, Record
 from torchtitan_dmuon.runtime.publisher import Publisher
 from torchtitan_dmuon.runtime.reductions import Reductions
 from torchtitan_dmuon.runtime.signatures import Counters
-from torchtitan_dmuon.runtime.site import Site
+from torchtitan_dmuon.runtime.site import Site, canonical_name
 
 logger = logging.getLogger("torchtitan_dmuon")
 
@@ -100,6 +100,7 @@ class Runtime:
         self.pool = Pool()
         self._open_pool = open_pool
         self._signatures = allocation_signatures
+        self._abandoned = False
         self._warm = False
         self._reductions = Reductions(self.groups, self.pool)
         for index, group in enumerate(self.groups):
@@ -116,14 +117,14 @@ class Runtime:
         """A site is about to run: have its groups gathered, and the next ones started."""
         if _in_backward():
             self._enter_again(site)
-            return self._cast_inputs(site, args, kwargs)
+            return site.cast_inputs(self._cast, args, kwargs)
         if self._nesting == 0:
             self._begin_pass(site)
         self._nesting += 1
         if site.groups:
             self._pass_over_to(site)
             self._bring_in(site, runs=True)
-        return self._cast_inputs(site, args, kwargs)
+        return site.cast_inputs(self._cast, args, kwargs)
 
     def _bring_in(self, site: Site, *, runs: bool) -> None:
         for group in site.groups:
@@ -196,6 +197,9 @@ class Runtime:
             group.free()
 
     def _begin_pass(self, outermost: Site) -> None:
+        if self._abandoned:
+            # Here, before anybody waits: of ranks that see it one by one the others wait in vain.
+            raise CommunicationError("an update failed midway: its weights were not published")
         self._passes += 1
         self._current = Pass(sync=self.sync, number=self._passes)
         self._trace = []
@@ -259,18 +263,6 @@ class Runtime:
         start = self._position[site.groups[0]] + 1
         for group in self.order[start : start + self._depth]:
             group.start_gather()
-
-    def _cast_inputs(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._cast is None or not site.groups:
-            return args, kwargs
-        dtype = self._cast
-
-        def cast(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return value.to(dtype)
-            return value
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -412,9 +404,8 @@ class Runtime:
     def publish_all(self) -> None:
         """Bring every copy to the value of its master. Collective."""
         if self.pool.ranges is not None and self.communicator is not None:
-            # Invariant: the last round has ended on every rank before the next, which no step's
-            # exchange precedes. Asked of the pool, which all ranks have: a column without a matrix
-            # has no publisher.
+            # Invariant: the last round has ended on every rank before the next one, which no step's
+            # exchange precedes. All ranks have the pool; a column without a matrix no publisher.
             if self.publisher is not None:
                 self.publisher.finish()
             self.communicator.exchange(torch.zeros(1, device=self.device))
@@ -424,7 +415,8 @@ class Runtime:
         self._stale = False
 
     def abandon_publish(self) -> None:
-        """An update failed midway: end its publish, if it is one call for all, with an error."""
+        """An update failed midway: if its publish is one call for all, nothing goes on."""
+        self._abandoned = self.pool.ranges is not None
         if self.publisher is not None:
             self.publisher.abandon()
 
@@ -502,13 +494,6 @@ class Runtime:
             for key, value in group.memory_bytes().items():
                 total[key] = total.get(key, 0) + value
         return total
-
-
-def canonical_name(name: str) -> str:
-    """Return a parameter's or module's name without the parts that wrappers add."""
-    for part in ("_checkpoint_wrapped_module", "_orig_mod"):
-        name = name.replace(f"{part}.", "").removesuffix(f".{part}").removesuffix(part)
-    return name
 
 
 def _in_backward() -> bool:

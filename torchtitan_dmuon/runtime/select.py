@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd as _Convolution
 from torchtitan_dmuon.arguments import expect
 from torchtitan_dmuon.ownership import Layer, LayerParameter, MatrixSpec
 from torchtitan_dmuon.runtime.group import OwnedParameter
-from torchtitan_dmuon.runtime.runtime import canonical_name
+from torchtitan_dmuon.runtime.site import canonical_name
 
 ParameterPredicate = Callable[[str, nn.Parameter], bool]
 ModulePredicate = Callable[[str, nn.Module], bool]

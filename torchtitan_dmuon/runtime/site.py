@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map
 
 from torchtitan_dmuon.runtime.group import Group
 
@@ -53,6 +54,18 @@ class Site:
 
     def __repr__(self) -> str:
         return f"Site({self.name or 'model'})"
+
+    def cast_inputs(self, dtype: torch.dtype | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return a call's inputs in the dtype that its layer computes with; None: as they are."""
+        if dtype is None or not self.groups:
+            return args, kwargs
+
+        def to(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.to(dtype)
+            return value
+
+        return tree_map(to, args), tree_map(to, kwargs)
 
     def guard_state_dict(self) -> None:
         """Refuse `state_dict` and `load_state_dict` while owned parameters are placeholders."""
@@ -160,3 +173,10 @@ def sites_of(module: nn.Module) -> list[Site]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected the model, an nn.Module, got {type(module).__name__}")
     return [m._dmuon_site for m in module.modules() if isinstance(m, DedicatedModule)]
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's or module's name without the parts that wrappers add."""
+    for part in ("_checkpoint_wrapped_module", "_orig_mod"):
+        name = name.replace(f"{part}.", "").removesuffix(f".{part}").removesuffix(part)
+    return name
