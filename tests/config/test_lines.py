@@ -307,3 +307,13 @@ def test_coefficients_on_the_command_line(write, values: list[str], expected: ob
     assert job.config.optimizer.ns_coefficients == expected
     job = _load(write(MODE), "--optimizer.ns_restarts", "none")
     assert job.config.optimizer.ns_restarts is None
+
+
+def test_line_d_takes_what_every_rank_can(write) -> None:
+    """communication = "auto" may stand beside it, or come from the command line; C's is c10d."""
+    text = JOB.replace('line = "C"', 'line = "D"')
+    auto = ("--parallelism.communication", "auto")
+    assert _load(write(text), *auto).config.parallelism.communication == "auto"
+    assert _load(write(text)).config.parallelism.communication == "operators"
+    with pytest.raises(ConfigError, match='"auto" contradicts line = "C"'):
+        _load(write(JOB), *auto)

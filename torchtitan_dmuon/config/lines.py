@@ -15,18 +15,26 @@ Name = Literal["A", "B", "C", "D", "torch"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """What a line stands for (paper section 7.1)."""
+    """What a line stands for (paper section 7.1).
+
+    Attributes:
+        mode: Of the layers.
+        optimizer: Its name.
+        communication: What owners communicate over.
+        also: Other values of `communication` that may stand beside the line.
+    """
 
     mode: Literal["fsdp", "gather", "owner"]
     optimizer: Literal["AdamW", "DMuon", "Muon"]
     communication: Literal["c10d", "operators"] = "c10d"
+    also: tuple[Literal["auto"], ...] = ()
 
 
 LINES: dict[Name, Line] = {
     "A": Line("fsdp", "AdamW"),
     "B": Line("gather", "DMuon"),
     "C": Line("owner", "DMuon"),
-    "D": Line("owner", "DMuon", "operators"),
+    "D": Line("owner", "DMuon", "operators", also=("auto",)),
     "torch": Line("fsdp", "Muon"),
 }
 
@@ -51,10 +59,9 @@ def resolve(config: JobConfig, sources: Sequence[Source]) -> JobConfig:
         line = LINES[config.line]
         _contradiction(config, sources, "parallelism.mode", p.mode, line.mode)
         _contradiction(config, sources, "optimizer.name", o.name, line.optimizer)
-        _contradiction(
-            config, sources, "parallelism.communication", p.communication, line.communication
-        )
-        p = dataclasses.replace(p, mode=line.mode, communication=line.communication)
+        communication = p.communication if p.communication in line.also else line.communication
+        _contradiction(config, sources, "parallelism.communication", p.communication, communication)
+        p = dataclasses.replace(p, mode=line.mode, communication=communication)
         o = dataclasses.replace(o, name=line.optimizer)
     if config.line == "A":
         o = dataclasses.replace(
