@@ -135,7 +135,7 @@ def summary(records: list[Record]) -> list[str]:
     kinds, operated = records[0].kinds.most_common(), records[0].operated.items()
     return [
         f"memory grew by {min(growth) / MIB:.2f} to {max(growth) / MIB:.2f} MiB from step "
-        f"{records[0].marks[0].step:,} on; hit rate {min(rates):.4%} or more",
+        f"{records[0].marks[0].step:,} on; hit rate at least {min(rates):.4%}",
         f"copies of weights compared {records[0].comparisons} times",
         "steps: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds),
         "operators, calls of a rank: " + ", ".join(f"{n:,} {name}" for name, n in operated),
