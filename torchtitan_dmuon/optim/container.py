@@ -159,9 +159,8 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         now = self.optimizers[0].runtime.hit_counters()
         if now is None:
             return 0.0
-        missed = now.misses + now.unlearned
-        hits, misses = now.hits - self._counted[0], missed - self._counted[1]
-        self._counted = (now.hits, missed)
+        hits, misses = now.hits - self._counted[0], now.misses - self._counted[1]
+        self._counted = (now.hits, now.misses)
         return misses / max(1, hits + misses)
 
     def pool_bytes(self) -> dict[str, int]:

@@ -100,9 +100,12 @@ class Counters:
 
     @property
     def hit_rate(self) -> float:
-        """Hits among all but those that were learned from; 1 if there were none."""
-        counted = self.hits + self.misses + self.unlearned
-        return self.hits / counted if counted else 1.0
+        """Hits among those whose signature was known; 1 if there were none.
+
+        What can never be born in its place is not among them: it is named (`unplaceable`).
+        """
+        known = self.hits + self.misses
+        return self.hits / known if known else 1.0
 
 
 class Signatures:
