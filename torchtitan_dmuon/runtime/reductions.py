@@ -81,10 +81,14 @@ class Reductions:
         """Backward of a call of a layer begins: its gradients may be born in the groups' places."""
         if self._signatures is None:
             return
-        self._entered.update(groups)
+        # Invariant: nothing is born in a place that is being summed: what is not summed this time
+        # has not waited for the last one's sum.
+        flying = {reduction.group for reduction in self._flying}
+        given = [group for group in groups if group not in flying]
+        self._entered.update(given)
         places = {
             self._keys[group] + index: memory
-            for group in groups
+            for group in given
             for index, memory in group.gradient_places().items()
         }
         self._signatures.enter(call, places)
@@ -93,13 +97,17 @@ class Reductions:
         """Take a group's gradients, and send them to their owners if `sync`."""
         in_place: set[int] = set()
         if sync:
+            if self._pool.held(_place(group)) is None:
+                # A layer that was left out here has not begun.
+                self.begin(group)
             in_place = self._deliver(group)
             self._make_room(group)
         elif self._signatures is not None:
             self._signatures.leave()
         sent = group.take_gradients(sync=sync, in_place=in_place)
         if sent is None:
-            self._pool.release(_place(group))
+            if all(reduction.group is not group for reduction in self._flying):
+                self._pool.release(_place(group))
             return
         self._flying.append(_Reduction(*sent, group))
 
@@ -156,8 +164,9 @@ class Reductions:
         memory = self._pool.held(_place(group))
         if self._signatures is None or memory is None:
             return
-        held = [p.parameter.grad for p in group.parameters if p.parameter.grad is not None]
-        if self._signatures.vacate(memory, held):
+        # In another order than the recorded one gradients of other layers may live there.
+        held = [entry.parameter.grad for other in self._groups for entry in other.parameters]
+        if self._signatures.vacate(memory, [gradient for gradient in held if gradient is not None]):
             return
         # A hook has kept what it replaced by another gradient.
         if not self._signatures.vacate(memory, _tensors_in(memory)):

@@ -197,9 +197,7 @@ class Runtime:
             group.free()
 
     def _begin_pass(self, outermost: Site) -> None:
-        if self._abandoned:
-            # Here, before anybody waits: of ranks that see it one by one the others wait in vain.
-            raise CommunicationError("an update failed midway: its weights were not published")
+        self._check_whole()
         self._passes += 1
         self._current = Pass(sync=self.sync, number=self._passes)
         self._trace = []
@@ -221,6 +219,7 @@ class Runtime:
 
     def close_pool(self) -> None:
         """Do without a pool from now on."""
+        self._open_pool = None
         self.pool.close()
         self._reductions.close()
 
@@ -404,8 +403,7 @@ class Runtime:
     def publish_all(self) -> None:
         """Bring every copy to the value of its master. Collective."""
         if self.pool.ranges is not None and self.communicator is not None:
-            # Invariant: the last round has ended on every rank before the next one, which no step's
-            # exchange precedes. All ranks have the pool; a column without a matrix no publisher.
+            # Invariant: the last round has ended on every rank; some may have nothing to publish.
             if self.publisher is not None:
                 self.publisher.finish()
             self.communicator.exchange(torch.zeros(1, device=self.device))
@@ -419,6 +417,11 @@ class Runtime:
         self._abandoned = self.pool.ranges is not None
         if self.publisher is not None:
             self.publisher.abandon()
+
+    def _check_whole(self) -> None:
+        """Before anybody waits: of ranks that see it one by one the others would wait in vain."""
+        if self._abandoned:
+            raise CommunicationError("an update failed midway: its weights were not published")
 
     def wait_for_publish(self) -> None:
         for group in self.groups:
@@ -436,8 +439,6 @@ class Runtime:
         """Masters were written: copies follow before the next forward."""
         self._stale = True
         self.free_all()
-
-    # -- the rest ----------------------------------------------------------------------------
 
     def owned_parameters(self) -> set[nn.Parameter]:
         """Return the parameters that have owners, as the model has them registered now."""
@@ -459,12 +460,12 @@ class Runtime:
             self._stale = True
             self.moves += 1
             if self.pool.ranges is not None:
-                self._open_pool = None
                 self.close_pool()
 
     @contextmanager
     def gathered(self, groups: Sequence[Group], *, writeback: bool) -> Iterator[None]:
         """Hold full parameters for a while; see `full_params`."""
+        self._check_whole()
         if self._stale:
             self.publish_all()
         for group in groups:
