@@ -262,6 +262,54 @@ def small(mesh: tuple[int, int], communication: str) -> Any:
     return {}, weights
 
 
+class Ten(nn.Module):
+    """Enough layers that places are shared, and nothing outside them that would make ranks wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(10))
+        self.order = list(range(10))
+        self.pause = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = x + torch.tanh(self.layers[index](x))
+            if index == 0:
+                x.register_hook(lambda _: time.sleep(self.pause))
+        return x
+
+
+def of_ten(mesh: tuple[int, int], communication: str, reverse: bool) -> Any:
+    """Layers in another order than the recorded one; or a backward that is not summed behind one
+    whose sums are on their way, since half of the ranks are late."""
+    model = Ten()
+    options = {"communication": communication, "cost": "model"}
+    owned = dmuon.dedicate_params(model, make_mesh(mesh), **options)  # type: ignore[arg-type]
+    optimizer = dmuon.Muon(model, lr=0.02, ns_dtype=torch.float32)
+
+    def backward(step: int, micro: int) -> None:
+        seed = 100 * step + 10 * micro + dist.get_rank()
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).sum().backward()
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        late = step > OPENED and not reverse and dist.get_rank() >= 2
+        if step > OPENED and reverse:
+            model.order = model.order[::-1]
+        model.pause = 0.3 if late else 0.0
+        backward(step, 0)
+        model.pause = 0.0
+        with dmuon.no_sync(model):
+            backward(step, 1)
+        backward(step, 2)
+        optimizer.step()
+    weights = full_weights(model)
+    assert owned.runtime.communicator is not None
+    owned.runtime.communicator.close()
+    return {}, weights
+
+
 def failing(mesh: tuple[int, int]) -> Any:
     """An update fails midway, on every rank, and the caller takes the next step."""
     job = Job(mesh)
@@ -352,6 +400,8 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
             ("skipping", skipping, ()),
             ("replaced", replaced, ()),
             ("small", small, ()),
+            ("reversed", of_ten, (True,)),
+            ("unsummed", of_ten, (False,)),
         )
     },
     "c10d": (plain, ((2, 2),), {"communication": "c10d"}),
@@ -471,11 +521,13 @@ def test_an_order_that_was_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["uneven_recorded", "uneven_later", "skipping", "replaced", "small"]
+    "name",
+    ["uneven_recorded", "uneven_later", "skipping", "replaced", "small", "reversed", "unsummed"],
 )
 def test_what_ranks_do_differently_changes_no_sum(name: str) -> None:
     """One rank leaves a backward out; ranks skip other layers; hooks keep and replace gradients; a
-    column owns nothing: the weights are those of line C."""
+    column owns nothing; layers in reverse; a backward that is not summed behind one that is: the
+    weights are those of line C."""
     for rank in _ranks():
         _, weights = rank[f"{name}_operators"]
         _, others = rank[f"{name}_c10d"]

@@ -263,8 +263,6 @@ class Runtime:
         for group in self.order[start : start + self._depth]:
             group.start_gather()
 
-    # -- backward ----------------------------------------------------------------------------
-
     def _on_backward(self, record: Pass, index: int, outputs: Any) -> bool:
         """Be told when backward reaches a call's outputs. Returns whether they show tensors.
 
