@@ -66,10 +66,9 @@ class Reductions:
 
     def abort(self) -> None:
         """What an earlier backward left is void."""
-        flying = {reduction.group for reduction in self._flying}
         for group in self._groups:
             # What nobody holds is not released: a record would take it for in use until here.
-            if group not in flying and self._pool.held(_place(group)) is not None:
+            if not self._is_flying(group) and self._pool.held(_place(group)) is not None:
                 self._pool.release(_place(group))
 
     def begin(self, group: Group) -> None:
@@ -83,8 +82,7 @@ class Reductions:
             return
         # Invariant: nothing is born in a place that is being summed: what is not summed this time
         # has not waited for the last one's sum.
-        flying = {reduction.group for reduction in self._flying}
-        given = [group for group in groups if group not in flying]
+        given = [group for group in groups if not self._is_flying(group)]
         self._entered.update(given)
         places = {
             self._keys[group] + index: memory
@@ -106,7 +104,7 @@ class Reductions:
             self._signatures.leave()
         sent = group.take_gradients(sync=sync, in_place=in_place)
         if sent is None:
-            if all(reduction.group is not group for reduction in self._flying):
+            if not self._is_flying(group):
                 self._pool.release(_place(group))
             return
         self._flying.append(_Reduction(*sent, group))
@@ -126,6 +124,10 @@ class Reductions:
         if self._signatures is not None:
             self._signatures.close()
             self._signatures = None
+
+    def _is_flying(self, group: Group) -> bool:
+        """Whether a sum of the group's gradients is on its way."""
+        return any(reduction.group is group for reduction in self._flying)
 
     def _finish_one(self) -> None:
         done = self._flying.popleft()
