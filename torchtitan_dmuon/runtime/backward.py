@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from torchtitan_dmuon.runtime.group import Group
 from torchtitan_dmuon.runtime.site import Site
 
@@ -137,3 +139,8 @@ class BackwardRun:
             self._gathered = k
             for group in self.stages[k].groups:
                 group.start_gather()
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from torchtitan_dmuon.comm import CommunicationError, Communicator, Traffic
 from torchtitan_dmuon.optim.matrix_optimizer import MatrixOptimizer
 from torchtitan_dmuon.ownership import Assignment, Layer
-from torchtitan_dmuon.runtime.backward import BackwardRun, Pass
+from torchtitan_dmuon.runtime.backward import BackwardRun, Pass, in_backward
 from torchtitan_dmuon.runtime.fsdp import forward_order, leave_out_backward
 from torchtitan_dmuon.runtime.group import Group, GroupState
 from torchtitan_dmuon.runtime.pool import Pool, Record
@@ -115,7 +115,7 @@ class Runtime:
 
     def enter(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A site is about to run: have its groups gathered, and the next ones started."""
-        if _in_backward():
+        if in_backward():
             self._enter_again(site)
             return site.cast_inputs(self._cast, args, kwargs)
         if self._nesting == 0:
@@ -168,7 +168,7 @@ class Runtime:
 
     def leave(self, site: Site, outputs: Any) -> Any:
         """A site has run: free its groups, or see to it that backward finds them."""
-        if _in_backward():
+        if in_backward():
             return outputs
         keep = False
         if torch.is_grad_enabled() and site.groups:
@@ -187,7 +187,7 @@ class Runtime:
 
     def fail(self) -> None:
         """A site raised: forget the pass, so that the next one starts clean."""
-        if _in_backward():
+        if in_backward():
             return
         self._nesting = 0
         self._trace = []
@@ -262,6 +262,8 @@ class Runtime:
         start = self._position[site.groups[0]] + 1
         for group in self.order[start : start + self._depth]:
             group.start_gather()
+
+    # -- backward ----------------------------------------------------------------------------
 
     def _on_backward(self, record: Pass, index: int, outputs: Any) -> bool:
         """Be told when backward reaches a call's outputs. Returns whether they show tensors.
@@ -438,6 +440,8 @@ class Runtime:
         self._stale = True
         self.free_all()
 
+    # -- the rest ----------------------------------------------------------------------------
+
     def owned_parameters(self) -> set[nn.Parameter]:
         """Return the parameters that have owners, as the model has them registered now."""
         return {e.parameter for g in self.groups for e in g.parameters}
@@ -493,7 +497,3 @@ class Runtime:
             for key, value in group.memory_bytes().items():
                 total[key] = total.get(key, 0) + value
         return total
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
