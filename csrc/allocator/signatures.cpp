@@ -53,6 +53,15 @@ void Table::close_scope() {
   open_scopes_.fetch_sub(1, std::memory_order_relaxed);
 }
 
+void Table::open_scope() {
+  Openings& all = openings();
+  const std::lock_guard lock(all.mutex);
+  opening_ = ++all.last;
+  all.tables[opening_] = weak_from_this();
+  open_scopes_.fetch_add(1, std::memory_order_relaxed);
+  scope_of_thread.opening = opening_;
+}
+
 void Table::begin() {
   std::unordered_map<int64_t, Given> given;  // freed behind the lock: owners may run anything
   {
@@ -70,19 +79,15 @@ void Table::enter(int64_t layer, std::vector<Place> places) {
   {
     const std::lock_guard lock(mutex_);
     close_scope();
+    layer_ = layer;
+    open_scope();
     for (Place& place : places) {
       Given& given = given_[place.key];
       // A place that has fired in this backward does not fire again, whoever gives it.
       std::swap(given.place, place);
+      given.opening = opening_;
       replaced.push_back(std::move(place));
     }
-    layer_ = layer;
-    Openings& all = openings();
-    const std::lock_guard all_lock(all.mutex);
-    opening_ = ++all.last;
-    all.tables[opening_] = weak_from_this();
-    open_scopes_.fetch_add(1, std::memory_order_relaxed);
-    scope_of_thread.opening = opening_;
   }
 }
 
@@ -129,6 +134,9 @@ Ticket* Table::take_place(const Signature& signature) {
   const auto found = given_.find(entry->second);
   if (found == given_.end()) return nullptr;
   Given& given = found->second;
+  // Invariant: a place is for the layer that it was given for. In another order of the layers the
+  // number of this one may be another's in the backward that was learned from.
+  if (given.opening != opening_) return nullptr;
   if (given.fired || given.place.bytes != signature.bytes) return nullptr;
   // Two tensors never share a place: what still lives there keeps it.
   if (!living_locked(given.place.data, given.place.bytes).empty()) return nullptr;
@@ -230,27 +238,21 @@ void Table::withdraw(const void* data, uint64_t bytes) {
   }
 }
 
-std::vector<void*> Table::living(const void* data, uint64_t bytes) const {
+std::vector<Stretch> Table::living(const void* data, uint64_t bytes) const {
   const std::lock_guard lock(mutex_);
   return living_locked(data, bytes);
 }
 
-std::vector<void*> Table::living_locked(const void* data, uint64_t bytes) const {
+std::vector<Stretch> Table::living_locked(const void* data, uint64_t bytes) const {
   const uintptr_t begin = address(data), end = begin + bytes;
   auto it = living_.upper_bound(begin);
   // They never overlap: of those that start at or before `begin` only the last can reach into it.
   if (it != living_.begin() && std::prev(it)->first + std::prev(it)->second > begin) --it;
-  std::vector<void*> found;
+  std::vector<Stretch> found;
   for (; it != living_.end() && it->first < end; ++it) {
-    found.push_back(reinterpret_cast<void*>(it->first));
+    found.push_back({reinterpret_cast<void*>(it->first), it->second});
   }
   return found;
-}
-
-Place Table::place_of(int64_t key) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = given_.find(key);
-  return found == given_.end() ? Place{} : found->second.place;
 }
 
 Counters Table::counters() const {

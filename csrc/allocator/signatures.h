@@ -44,6 +44,12 @@ struct Place {
   std::shared_ptr<void> owner;
 };
 
+// Memory from its first byte on.
+struct Stretch {
+  void* data = nullptr;
+  uint64_t bytes = 0;
+};
+
 class Table;
 
 // Memory of a place that a tensor lives in; ended by its deleter, on any thread.
@@ -109,11 +115,8 @@ class Table : public std::enable_shared_from_this<Table> {
   void withdraw(int64_t key);
   void withdraw(const void* data, uint64_t bytes);
 
-  // Starts of the memory between data and data + bytes that tensors live in.
-  std::vector<void*> living(const void* data, uint64_t bytes) const;
-
-  // The place that was given for a parameter in this backward; bytes 0: none.
-  Place place_of(int64_t key) const;
+  // The memory between data and data + bytes that tensors live in.
+  std::vector<Stretch> living(const void* data, uint64_t bytes) const;
 
   Counters counters() const;
 
@@ -163,16 +166,18 @@ class Table : public std::enable_shared_from_this<Table> {
   struct Given {
     Place place;
     bool fired = false;
+    uint64_t opening = 0;  // of the scope that it was given for
   };
 
   static std::shared_ptr<Table> current_of_thread();
+  void open_scope();
   void close_scope();
   uint64_t position_of(const Node& node);
   Ticket* take_place(const Signature& signature);
   Outcome learn(const Gradient& gradient, bool placed);
   void forget(Parameter& parameter);
   void set_given_up(Parameter& parameter, bool value);
-  std::vector<void*> living_locked(const void* data, uint64_t bytes) const;
+  std::vector<Stretch> living_locked(const void* data, uint64_t bytes) const;
 
   static std::atomic<int> open_scopes_;
 

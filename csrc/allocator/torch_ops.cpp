@@ -88,20 +88,26 @@ void close_table(int64_t number) {
   closed->table->begin();
 }
 
-bool vacate(Signatures& signatures, const void* data, uint64_t bytes) {
-  for (void* start : signatures.table->living(data, bytes)) {
+// Moves a storage that lives in a place to ordinary memory, with its content. Not one that is also
+// used from outside of torch (numpy): that would not follow.
+void move_away(c10::StorageImpl& storage) {
+  if (storage.resizable()) move_back(storage, true);
+}
+
+// Returns what still lives there.
+std::vector<Stretch> vacate(Signatures& signatures, const void* data, uint64_t bytes) {
+  for (const Stretch& stretch : signatures.table->living(data, bytes)) {
     c10::intrusive_ptr<c10::StorageImpl> kept;
     {
       const std::lock_guard lock(signatures.mutex);
-      const auto found = signatures.delivered.find(start);
+      const auto found = signatures.delivered.find(stretch.data);
       if (found == signatures.delivered.end()) continue;
       kept = found->second.lock();
-      signatures.delivered.erase(found);
     }
     // It may have been resized since, and something else live there.
-    if (kept && kept->data() == start) move_back(*kept, true);
+    if (kept && kept->data() == stretch.data) move_away(*kept);
   }
-  return signatures.table->living(data, bytes).empty();
+  return signatures.table->living(data, bytes);
 }
 
 // Whether the tensor's memory is a place; then it gets its own, with the content.
@@ -110,8 +116,8 @@ void move_out(Signatures& signatures, const at::Tensor& tensor) {
   if (tensor.device() != signatures.device) return;
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   if (storage.nbytes() == 0) return;
-  const auto starts = signatures.table->living(storage.data(), 1);
-  if (!starts.empty() && starts[0] == storage.data()) move_back(storage, true);
+  const auto stretches = signatures.table->living(storage.data(), 1);
+  if (!stretches.empty() && stretches[0].data == storage.data()) move_away(storage);
 }
 
 void check_place(const Signatures& signatures, int64_t key, const at::Tensor& place) {
@@ -184,14 +190,13 @@ Outcome deliver_one(Signatures& signatures, int64_t key, const at::Tensor& gradi
   return outcome;
 }
 
-// Per parameter its outcome; behind these, whether its place is occupied; behind these, how many
-// parameters are given up.
+// Per parameter its outcome; behind these, how many parameters are given up.
 std::vector<int64_t> deliver(int64_t number, at::IntArrayRef keys, const Gradients& gradients) {
   const auto signatures = find(number);
   TORCH_CHECK_VALUE(keys.size() == gradients.size(), "deliver: ", keys.size(), " parameters and ",
                     gradients.size(), " gradients");
   const auto shared = shared_memory(gradients);
-  std::vector<int64_t> result(2 * keys.size(), 0);
+  std::vector<int64_t> result(keys.size(), 0);
   for (size_t i = 0; i < keys.size(); ++i) {
     TORCH_CHECK_VALUE(keys[i] >= 0 && keys[i] < signatures->table->keys(), "deliver: parameter ",
                       keys[i], ", there are ", signatures->table->keys());
@@ -206,25 +211,30 @@ std::vector<int64_t> deliver(int64_t number, at::IntArrayRef keys, const Gradien
     // In another one's place, or in its own but not as it must lie there.
     if (gradient && result[i] != in_place) move_out(*signatures, *gradient);
   }
-  for (size_t i = 0; i < keys.size(); ++i) {
-    const Place place = signatures->table->place_of(keys[i]);
-    if (place.bytes != 0 && result[i] != in_place) {
-      result[keys.size() + i] = !vacate(*signatures, place.data, place.bytes);
-    }
-    signatures->table->withdraw(keys[i]);
-  }
+  for (const int64_t key : keys) signatures->table->withdraw(key);
   result.push_back(signatures->table->given_up_count());
   return result;
 }
 
-bool vacate_memory(int64_t number, const at::Tensor& memory, at::TensorList candidates) {
+// First bytes and lengths of what still lives in the memory, counted from its beginning.
+std::vector<int64_t> vacate_memory(int64_t number, const at::Tensor& memory,
+                                   at::TensorList candidates) {
   const auto signatures = find(number);
   storage_of(memory, "vacate: memory");
   TORCH_CHECK_VALUE(memory.is_contiguous(), "vacate: memory is not contiguous");
   // First: otherwise another thread's gradient might be born there meanwhile.
   signatures->table->withdraw(memory.const_data_ptr(), memory.nbytes());
   for (const at::Tensor& tensor : candidates) move_out(*signatures, tensor);
-  return vacate(*signatures, memory.const_data_ptr(), memory.nbytes());
+  const auto begin = reinterpret_cast<intptr_t>(memory.const_data_ptr());
+  std::vector<int64_t> left;
+  for (const Stretch& stretch : vacate(*signatures, memory.const_data_ptr(), memory.nbytes())) {
+    const int64_t at = reinterpret_cast<intptr_t>(stretch.data) - begin;
+    const int64_t first = std::max<int64_t>(at, 0);
+    const auto last = static_cast<int64_t>(memory.nbytes());
+    left.push_back(first);
+    left.push_back(std::min(at + static_cast<int64_t>(stretch.bytes), last) - first);
+  }
+  return left;
 }
 
 std::vector<int64_t> counters(int64_t number) {
@@ -254,7 +264,7 @@ TORCH_LIBRARY(dmuon_allocator, library) {
   library.def("enter(int table, int layer, int[] keys, Tensor[] places) -> ()", enter);
   library.def("leave(int table) -> ()", leave);
   library.def("deliver(int table, int[] keys, Tensor?[] gradients) -> int[]", deliver);
-  library.def("vacate(int table, Tensor memory, Tensor[] candidates) -> bool", vacate_memory);
+  library.def("vacate(int table, Tensor memory, Tensor[] candidates) -> int[]", vacate_memory);
   library.def("counters(int table) -> int[]", counters);
   library.def("given_up(int table) -> int[]", given_up);
 }

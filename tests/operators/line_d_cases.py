@@ -228,6 +228,31 @@ def replaced(mesh: tuple[int, int], communication: str) -> Any:
     return job.facts(), job.end()
 
 
+def arrays(mesh: tuple[int, int], communication: str) -> Any:
+    """Hooks read gradients and weights with numpy, and keep arrays of some gradients."""
+    job = Job(mesh, communication=communication)
+    kept: list[tuple[Any, Any]] = []
+
+    def read(module: nn.Module, *_: Any) -> None:
+        assert sum(float(p.detach().numpy().sum()) for p in module.parameters()) != 0.0
+
+    def keep(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        array = parameter.grad.numpy()
+        kept.append((array, array.copy()))
+
+    for layer in job.model.layers:
+        layer.register_forward_hook(read)
+    parameters = dict(job.model.named_parameters())
+    for step in range(STEPS):
+        if step == OPENED:
+            parameters["layers.1.attention.wqkv.weight"].register_post_accumulate_grad_hook(keep)
+            parameters["layers.3.ffn.w2.weight"].register_post_accumulate_grad_hook(keep)
+        job.step(step, 2)
+    assert len(kept) == 4 * (STEPS - OPENED)
+    return {"same": all((one == other).all() for one, other in kept), **job.facts()}, job.end()
+
+
 class Small(nn.Module):
     """Fewer matrices than columns, and a parameter without elements."""
 
@@ -268,32 +293,48 @@ class Ten(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(10))
         self.order = list(range(10))
         self.pause = 0.0
+        self.detached = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
-            x = x + torch.tanh(self.layers[index](x))
+            # Before the layer, so that backward comes to it behind the layer.
+            residual = x * 1.0
+            x = residual + torch.tanh(self.layers[index](x.detach() if self.detached else x))
             if index == 0:
                 x.register_hook(lambda _: time.sleep(self.pause))
         return x
 
 
-def of_ten(mesh: tuple[int, int], communication: str, reverse: bool) -> Any:
-    """Layers in another order than the recorded one; or a backward that is not summed behind one
-    whose sums are on their way, since half of the ranks are late."""
+# What the layers of `Ten` do in the steps behind the recorded one, until the last.
+ORDERS = {
+    "reversed": [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [*range(10)], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]],
+    # Far apart, so that other layers' sums need the place of the one that is not complete.
+    "repeated": [[*range(10), 3], [0, 1, 2, 9, 4, 5, 6, 7, 8, 9], [5, 0, 5, 1, 2, 5, 3, 0, 8]],
+    "unsummed": [[*range(10)]] * 3,
+    # A layer's input takes a gradient, of the weight's size, only behind the recorded micro-batch:
+    # where the weight's was made first it is now the input's, which autograd holds.
+    "attached": [[*range(10)]] * 3,
+}
+
+
+def of_ten(mesh: tuple[int, int], communication: str, kind: str, **options: Any) -> Any:
+    """Layers in another order than the recorded one, or used several times; or a backward that is
+    not summed behind one whose sums are on their way, since half of the ranks are late."""
     model = Ten()
-    options = {"communication": communication, "cost": "model"}
-    owned = dmuon.dedicate_params(model, make_mesh(mesh), **options)  # type: ignore[arg-type]
+    options = {"communication": communication, "cost": "model", **options}
+    owned = dmuon.dedicate_params(model, make_mesh(mesh), **options)
     optimizer = dmuon.Muon(model, lr=0.02, ns_dtype=torch.float32)
 
     def backward(step: int, micro: int) -> None:
         seed = 100 * step + 10 * micro + dist.get_rank()
-        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).sum().backward()
+        model(torch.randn(16, 16, generator=torch.Generator().manual_seed(seed))).sum().backward()
 
     for step in range(STEPS):
         optimizer.zero_grad()
-        late = step > OPENED and not reverse and dist.get_rank() >= 2
-        if step > OPENED and reverse:
-            model.order = model.order[::-1]
+        late = step > OPENED and kind == "unsummed" and dist.get_rank() >= 2
+        if step > OPENED:
+            model.order = ORDERS[kind][step - OPENED - 1]
+        model.detached = kind == "attached" and step <= OPENED
         model.pause = 0.3 if late else 0.0
         backward(step, 0)
         model.pause = 0.0
@@ -344,17 +385,25 @@ def late(mesh: tuple[int, int]) -> Any:
 
 
 def held(mesh: tuple[int, int]) -> Any:
-    """Somebody keeps gradients from a hook beyond the step: they do not change afterwards."""
+    """Somebody keeps gradients from hooks beyond the step: they do not change afterwards, nor when
+    the next micro-batch's are summed where they were made."""
     job = Job(mesh)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    parameter = next(iter(sorted(job.owned.parameters, key=lambda p: p.numel())))
-    parameter.register_post_accumulate_grad_hook(
-        lambda p: kept.append((p.grad, p.grad.clone()))  # type: ignore[arg-type,union-attr]
-    )
+
+    def keep(gradient: torch.Tensor | None) -> None:
+        assert gradient is not None
+        kept.append((gradient, gradient.clone()))
+
+    for index, parameter in enumerate(job.owned.parameters):
+        if index % 2:
+            parameter.register_hook(keep)
+        else:
+            parameter.register_post_accumulate_grad_hook(lambda p: keep(p.grad))
     for step in range(STEPS):
-        job.step(step)
+        job.step(step, 2, defer=step % 2 == 1)
     same = [torch.equal(one, other) for one, other in kept]
-    return {"same": same, **job.facts()}, job.end()
+    count = 2 * STEPS * len(job.owned.parameters)
+    return {"same": same, "count": count, **job.facts()}, job.end()
 
 
 def in_pool(mesh: tuple[int, int]) -> Any:
@@ -397,10 +446,15 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
             ("skipping", skipping, ()),
             ("replaced", replaced, ()),
             ("small", small, ()),
-            ("reversed", of_ten, (True,)),
-            ("unsummed", of_ten, (False,)),
+            ("arrays", arrays, ()),
+            *((kind, of_ten, (kind,)) for kind in ORDERS),
         )
     },
+    "repeated_zero2": (
+        of_ten,
+        ((2, 2), "operators", "repeated"),
+        {"reshard_after_forward": False},
+    ),
     "c10d": (plain, ((2, 2),), {"communication": "c10d"}),
     "resumed": (resumed, ((2, 2),), {}),
     "reordered": (reordered, ((2, 2), "operators"), {}),

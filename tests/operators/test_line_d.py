@@ -115,12 +115,16 @@ def test_an_order_that_was_not_recorded() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["uneven_recorded", "uneven_later", "skipping", "replaced", "small", "reversed", "unsummed"],
+    [
+        *("uneven_recorded", "uneven_later", "skipping", "replaced", "small"),
+        *("arrays", "reversed", "repeated", "unsummed", "attached"),
+    ],
 )
 def test_what_ranks_do_differently_changes_no_sum(name: str) -> None:
     """One rank leaves a backward out; ranks skip other layers; hooks keep and replace gradients; a
-    column owns nothing; layers in reverse; a backward that is not summed behind one that is: the
-    weights are those of line C."""
+    column owns nothing; arrays of numpy's; layers in reverse, or several times; a backward that is
+    not summed behind one that is; a layer that now passes a gradient on: the weights are those of
+    line C."""
     for rank in _ranks():
         _, weights = rank[f"{name}_operators"]
         _, others = rank[f"{name}_c10d"]
@@ -174,7 +178,20 @@ def test_kept_gradients_keep_their_values() -> None:
     """A gradient that a hook keeps is moved out of the pool before its place is used again."""
     for rank in _ranks():
         facts, _ = rank["held"]
-        assert facts["same"] == [True] * STEPS
+        assert facts["same"] == [True] * facts["count"]
+
+
+def test_arrays_of_gradients_keep_their_values() -> None:
+    """An array cannot move: what a later sum writes over is put back behind it."""
+    for rank in _ranks():
+        facts, _ = rank["arrays_operators"]
+        assert facts["same"] is True
+
+
+def test_a_layer_that_is_used_again_later_changes_no_bit() -> None:
+    """Its first gradient is put back behind the sums of others that need the place, so that ZeRO-2
+    and ZeRO-3, which order things differently, agree."""
+    assert _same("repeated_operators", "repeated_zero2")
 
 
 def test_the_pools_parts_are_told() -> None:

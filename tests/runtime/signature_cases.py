@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan_dmuon.runtime.signatures import PLACE_ALIGNMENT, Delivery, Signatures
+from torchtitan_dmuon.runtime.signatures import PLACE_ALIGNMENT, Signatures
 
 CPU = torch.device("cpu")
 WIDTH = 24
@@ -74,7 +74,6 @@ class Rig:
                 zip(keys, lay_out([self.parameters[i] for i in keys], memory), strict=True)
             )
         self.learn_only = False
-        self.deliveries: list[Delivery] = []
         self.taken: dict[str, torch.Tensor | None] = {}
         self._calls: list[nn.Module] = []
         self._fired: set[int] = set()
@@ -89,7 +88,7 @@ class Rig:
         torch.manual_seed(seed)
         self._calls = []
         value = loss()
-        self.taken, self.deliveries, self._fired = {}, [], set()
+        self.taken, self._fired = {}, set()
         self.signatures.begin()
         value.backward()
         for layer in self.layers:
@@ -122,16 +121,16 @@ class Rig:
         if not keys:
             return
         self.signatures.leave()
-        delivery = self.signatures.deliver({key: self.parameters[key].grad for key in keys})
-        self.deliveries.append(delivery)
+        in_place = self.signatures.deliver({key: self.parameters[key].grad for key in keys})
         for key in keys:
             parameter, place = self.parameters[key], self.places[key]
             if parameter.grad is None:
                 self.taken[self.names[key]] = None
                 continue
-            if key in delivery.in_place:
+            if key in in_place:
                 assert parameter.grad.data_ptr() == place.data_ptr()
             else:
+                assert not self.signatures.vacate(place.view(torch.uint8))
                 place.view(parameter.shape).copy_(parameter.grad.to_dense())
             self.taken[self.names[key]] = place.view(parameter.shape).clone()
             parameter.grad = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torchtitan_dmuon.ownership import Matrix
 from torchtitan_dmuon.runtime.layout import Layout, Segment, align
 from torchtitan_dmuon.runtime.pool import Pool, Space
 from torchtitan_dmuon.runtime.publisher import Publisher
-from torchtitan_dmuon.runtime.signatures import move_storage
+from torchtitan_dmuon.runtime.signatures import move_back, move_storage
 
 Places = list[tuple[nn.Module, str]]
 
@@ -278,14 +278,17 @@ class Group(ABC):
             self._gathering = None
         for entry in self.parameters:
             entry.parameter.data = self._placeholder.expand(entry.shape)
-        self.pool.release((Space.PARAMETERS, self.index))
         storage = self.buffer.untyped_storage()
         if storage.resizable():
             # In the pool or not: it lets go of its memory.
             storage.resize_(0)
         else:
-            # Somebody holds it from outside (`numpy()`): leave it to them.
+            # Somebody holds it from outside (`numpy()`): leave it to them, but never in the pool,
+            # where others follow: views that autograd saved live on in it.
+            if self._placed:
+                move_back(self.buffer, copy=True)
             self._make_buffer()
+        self.pool.release((Space.PARAMETERS, self.index))
         self.state = GroupState.FREED
 
     @abstractmethod
@@ -334,38 +337,58 @@ class Group(ABC):
         """Return the indices of the parameters that take gradients."""
         return [i for i, e in enumerate(self.parameters) if e.parameter.requires_grad]
 
-    @torch.no_grad()
     def take_gradients(
-        self, *, sync: bool, in_place: Collection[int] = ()
+        self, in_place: frozenset[int] = frozenset()
+    ) -> dict[int, torch.Tensor | None]:
+        """Take the parameters' gradients off the model.
+
+        Args:
+            in_place: Parameters whose gradients lie where they are summed already.
+
+        Returns:
+            By parameter, the gradients that have to be copied there; None where there is none.
+        """
+        self.fired.clear()
+        copied: dict[int, torch.Tensor | None] = {}
+        for index in self.trainable():
+            entry = self.parameters[index]
+            if entry.parameter.grad is not None:
+                self.present.add(entry.name)
+            if index not in in_place:
+                copied[index] = entry.parameter.grad
+            entry.parameter.grad = None
+        return copied
+
+    @torch.no_grad()
+    def send_gradients(
+        self, copied: dict[int, torch.Tensor | None], *, sync: bool
     ) -> tuple[Event, torch.Tensor] | None:
-        """Move the parameters' gradients out of the model, and to their owners if `sync`.
+        """Bring gradients to where they are summed, and to their owners if `sync`.
 
         A parameter without a gradient contributes zero: which collectives run never depends on it.
 
         Args:
+            copied: From `take_gradients`; it is emptied on the way.
             sync: Whether they are summed now.
-            in_place: Parameters whose gradients lie where they are summed already.
 
         Returns:
             The end of the reduction and the tensor that must stay alive until then; None if nothing
             was sent.
         """
         trainable = self.trainable()
-        self.fired.clear()
         if not trainable:
             return None
         packed = self._gradient_memory(sync)
         for index in trainable:
             entry = self.parameters[index]
             place = part(packed, self.layout.offsets[index], entry.numel)
-            gradient = entry.parameter.grad
-            if gradient is None:
-                place.zero_()
-            else:
-                if index not in in_place:
+            if index in copied:
+                gradient = copied.pop(index)
+                if gradient is None:
+                    place.zero_()
+                else:
                     place.view(entry.shape).copy_(gradient)
-                self.present.add(entry.name)
-                entry.parameter.grad = None
+                del gradient
             if self._unsynced is not None:
                 place.add_(part(self._unsynced, self.layout.offsets[index], entry.numel))
         if not sync:
@@ -391,6 +414,22 @@ class Group(ABC):
         """Whether gradients can be: they are summed in the dtype in which autograd makes them."""
         return self.precision.reduce is self.precision.compute
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether the next sum changes gradients that were born where they are summed."""
+        return self._unsynced is not None
+
+    def gradient_parts(self, memory: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
+        """Return the parts of the group's place that are some parameters'.
+
+        Args:
+            memory: The place, uint8.
+            indices: Parameters.
+        """
+        flat = memory.view(self.precision.reduce)
+        numels = [(self.layout.offsets[i], self.parameters[i].numel) for i in indices]
+        return [part(flat, offset, numel) for offset, numel in numels]
+
     def gradient_places(self) -> dict[int, torch.Tensor]:
         """Return where gradients may be born, by parameter: in the pool, if the group's place
         there is in use and they are summed as autograd makes them."""
@@ -399,12 +438,8 @@ class Group(ABC):
         memory = self.pool.held((Space.GRADIENTS, self.index))
         if memory is None:
             return {}
-        flat = memory.view(self.precision.reduce)
-        return {
-            i: part(flat, self.layout.offsets[i], self.parameters[i].numel)
-            for i in self.trainable()
-            if self.parameters[i].numel
-        }
+        filled = [i for i in self.trainable() if self.parameters[i].numel]
+        return dict(zip(filled, self.gradient_parts(memory, filled), strict=True))
 
     @abstractmethod
     def _reduce(self, packed: torch.Tensor, trainable: frozenset[int]) -> Event | None: ...

@@ -89,9 +89,7 @@ class OwnerGroup(Group):
         nothing = torch.empty(0, dtype=packed.dtype, device=packed.device)
         home = self.home
         # The same on every rank: who sums writes into the owner's memory.
-        direct = (
-            home is not None and home.trainable == trainable and self.pool.contains(packed)
-        ) and not self._summed
+        direct = self._sums_into_window(trainable) and self.pool.contains(packed)
         self._summed = True
         if home is not None and direct:
             sources = [(s, home.parts[s] if s.numel else nothing) for s in mine]
@@ -108,6 +106,15 @@ class OwnerGroup(Group):
                 self.name, packed, runs, after, accumulate, reduced=home.memory, homes=home.starts
             )
         return self.communicator.reduce(self.name, packed, runs, after, accumulate)
+
+    def _sums_into_window(self, trainable: frozenset[int]) -> bool:
+        """Whether the next sum can go to the owner window: the first since gradients were cleared,
+        of the parameters that it was planned for."""
+        return self.home is not None and self.home.trainable == trainable and not self._summed
+
+    @property
+    def overwrites(self) -> bool:
+        return super().overwrites or not self._sums_into_window(frozenset(self.trainable()))
 
     def _gradient_of(self, s: Segment, source: torch.Tensor) -> torch.Tensor:
         # What was summed into the owner window is the gradient, where it lies.

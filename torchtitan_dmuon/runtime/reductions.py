@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torchtitan_dmuon.comm import Event
 from torchtitan_dmuon.runtime.group import Group
 from torchtitan_dmuon.runtime.pool import Pool, Space
 from torchtitan_dmuon.runtime.signatures import Counters, Signatures
+
+logger = logging.getLogger("torchtitan_dmuon")
 
 # Reductions in flight whose packed gradients are kept; one more waits for the oldest.
 _MAX_IN_FLIGHT = 2
@@ -40,8 +43,7 @@ class Reductions:
         self._pool = pool
         self._flying: deque[_Reduction] = deque()
         self._signatures: Signatures | None = None
-        # Groups whose places were given in the present backward.
-        self._entered: set[Group] = set()
+        self._reported: set[Group] = set()
         self._keys: dict[Group, int] = {}
         at = 0
         for group in self._groups:
@@ -60,7 +62,6 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """A backward begins, or another pass within one."""
-        self._entered.clear()
         if self._signatures is not None:
             self._signatures.begin()
 
@@ -83,7 +84,6 @@ class Reductions:
         # Invariant: nothing is born in a place that is being summed: what is not summed this time
         # has not waited for the last one's sum.
         given = [group for group in groups if not self._is_flying(group)]
-        self._entered.update(given)
         places = {
             self._keys[group] + index: memory
             for group in given
@@ -93,21 +93,25 @@ class Reductions:
 
     def start(self, group: Group, *, sync: bool) -> None:
         """Take a group's gradients, and send them to their owners if `sync`."""
-        in_place: set[int] = set()
+        in_place: frozenset[int] = frozenset()
         if sync:
-            if self._pool.held(_place(group)) is None:
+            if self._pool.held(_place(group)) is None or self._is_flying(group):
                 # A layer that was left out here has not begun.
                 self.begin(group)
             in_place = self._deliver(group)
-            self._make_room(group)
         elif self._signatures is not None:
             self._signatures.leave()
-        sent = group.take_gradients(sync=sync, in_place=in_place)
-        if sent is None:
-            if not self._is_flying(group):
-                self._pool.release(_place(group))
-            return
-        self._flying.append(_Reduction(*sent, group))
+        copied = group.take_gradients(in_place)
+        lodgers = self._lodgers(group, in_place) if sync else []
+        sent = group.send_gradients(copied, sync=sync)
+        if sent is not None:
+            self._flying.append(_Reduction(*sent, group))
+        elif not self._is_flying(group):
+            self._pool.release(_place(group))
+        if lodgers:
+            self.finish()
+            for memory, content in lodgers:
+                memory.copy_(content)
 
     def bound(self) -> None:
         """Wait for the oldest if there are too many."""
@@ -134,20 +138,67 @@ class Reductions:
         done.event.wait()
         self._pool.release(_place(done.group))
 
-    def _deliver(self, group: Group) -> set[int]:
+    def _deliver(self, group: Group) -> frozenset[int]:
         """Return the parameters whose gradients were born in the group's place."""
         if self._signatures is None:
-            return set()
+            return frozenset()
         self._signatures.leave()
         first = self._keys[group]
         found = self._signatures.deliver(
             {first + i: group.parameters[i].parameter.grad for i in group.trainable()}
         )
-        if found.occupied or group not in self._entered:
-            self._clear(group)
-        if self._pool.held(_place(group)) is None:
-            return set()
-        return {key - first for key in found.in_place}
+        in_place = frozenset(key - first for key in found)
+        for index in set(group.trainable()) - in_place:
+            parameter = group.parameters[index].parameter
+            if parameter.grad is not None and not parameter.grad.untyped_storage().resizable():
+                # It may have had to stay in another one's place, which is written next.
+                parameter.grad = parameter.grad.clone()
+        return in_place
+
+    def _lodgers(
+        self, group: Group, in_place: frozenset[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Have what is written in a group's place free of tensors that somebody still uses.
+
+        Returns:
+            What cannot move, as (memory, its content): it is put back when the place is free again.
+        """
+        memory = self._pool.held(_place(group))
+        if self._signatures is None or memory is None:
+            return []
+        written = [memory]
+        if not group.overwrites:
+            # Spares a copy: autograd itself still holds the gradient that came last.
+            copied = [i for i in group.trainable() if i not in in_place]
+            written = [place.view(torch.uint8) for place in group.gradient_parts(memory, copied)]
+        left = [lodged for stretch in written for lodged in self._vacate(stretch)]
+        if left:
+            self._report(group)
+        return [(lodged, lodged.clone()) for lodged in left]
+
+    def _vacate(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Move what lives in the memory elsewhere; return the parts where that is impossible."""
+        assert self._signatures is not None
+        # Gradients that a hook has kept.
+        left = self._signatures.vacate(memory)
+        if left:
+            # In another order than the recorded one those of other layers may live there.
+            held = [entry.parameter.grad for other in self._groups for entry in other.parameters]
+            left = self._signatures.vacate(memory, [g for g in held if g is not None])
+        if left:
+            # A hook has kept what it replaced by another gradient.
+            left = self._signatures.vacate(memory, _tensors_in(memory))
+        return left
+
+    def _report(self, group: Group) -> None:
+        if group not in self._reported:
+            self._reported.add(group)
+            logger.info(
+                "%s: something else is still used where its gradients are summed, and is put back "
+                "behind every sum, which takes time: an array that numpy() made of a gradient, or "
+                "an order of layers that was not recorded",
+                group.name,
+            )
 
     def _make_room(self, group: Group) -> None:
         """Have a group's place for itself: end the reductions that still read there."""
@@ -156,27 +207,13 @@ class Reductions:
         while any(reduction.group.index in blocking for reduction in self._flying):
             self._finish_one()
         # What is left is of groups whose backward has begun and not ended: an order that was not
-        # recorded. Their gradients go on in ordinary memory.
+        # recorded. They begin anew when they are summed; their gradients go on in ordinary memory.
         for other in self._pool.blocking(place):
-            self._clear(self._groups[other[1]])
+            memory = self._pool.held(other)
+            if self._signatures is not None and memory is not None:
+                # Nothing more is born there.
+                self._signatures.vacate(memory)
             self._pool.release(other)
-
-    def _clear(self, group: Group) -> None:
-        """Move gradients that live in a group's place to ordinary memory."""
-        memory = self._pool.held(_place(group))
-        if self._signatures is None or memory is None:
-            return
-        # In another order than the recorded one gradients of other layers may live there.
-        held = [entry.parameter.grad for other in self._groups for entry in other.parameters]
-        if self._signatures.vacate(memory, [gradient for gradient in held if gradient is not None]):
-            return
-        # A hook has kept what it replaced by another gradient.
-        if not self._signatures.vacate(memory, _tensors_in(memory)):
-            raise RuntimeError(
-                f"{group.name}: what its backward has made is still used where gradients are to be "
-                "summed: backward took an order that the recorded micro-batch did not have, or "
-                'something keeps it; give communication="c10d" or allocation_signatures=False'
-            )
 
 
 def _tensors_in(memory: torch.Tensor) -> list[torch.Tensor]:

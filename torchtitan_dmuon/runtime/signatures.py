@@ -6,8 +6,8 @@ in the layer's backward, and has it made in the parameter's place in a pool. One
     signatures.begin()                              # on every first call of a backward
     signatures.enter(stage, {key: place, ...})      # the layer's backward begins
     ...                                             # autograd runs the layer
-    delivery = signatures.deliver({key: parameter.grad, ...})
-    # those in delivery.in_place are there; the others are copied to their places
+    in_place = signatures.deliver({key: parameter.grad, ...})
+    # those are there; the others are copied to their places
     signatures.leave()
 
 `move_storage` lets a tensor, and every tensor that shares its storage, live in other memory.
@@ -64,20 +64,6 @@ def move_back(tensor: torch.Tensor, *, copy: bool) -> None:
         ValueError: the tensor has no memory there.
     """
     _ops().move_back(tensor, copy)
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Where the gradients of one `deliver` are.
-
-    Attributes:
-        in_place: Keys whose gradient fills its place.
-        occupied: Keys whose place holds a tensor that is none of the gradients and could not be
-            moved: who writes the place changes that tensor.
-    """
-
-    in_place: frozenset[int]
-    occupied: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,43 +154,52 @@ class Signatures:
         """No layer's backward runs: allocations are nobody's."""
         self._ops.leave(self._table)
 
-    def deliver(self, gradients: Mapping[int, torch.Tensor | None]) -> Delivery:
+    def deliver(self, gradients: Mapping[int, torch.Tensor | None]) -> frozenset[int]:
         """Take note of what autograd handed over, before anything is written to the places.
 
         A gradient that lives in another one's place, or in its own but not contiguous, is moved to
-        ordinary memory first: whoever is not `in_place` may be copied in any order.
+        ordinary memory first: whoever is not in place may be copied in any order. Not one whose
+        storage cannot be resized: `numpy()` has made an array of it, which would not follow.
 
         Args:
             gradients: By key, the complete gradient; None where there is none.
+
+        Returns:
+            Keys whose gradient fills its place.
 
         Raises:
             ValueError: an unknown key.
         """
         keys = list(gradients)
-        *result, given_up = self._ops.deliver(self._table, keys, list(gradients.values()))
+        *outcomes, given_up = self._ops.deliver(self._table, keys, list(gradients.values()))
         if given_up != self._given_up:
             self._given_up = given_up
             self._report()
-        outcomes, occupied = result[: len(keys)], result[len(keys) :]
-        return Delivery(
-            frozenset(key for key, x in zip(keys, outcomes, strict=True) if x == _IN_PLACE),
-            frozenset(key for key, x in zip(keys, occupied, strict=True) if x),
-        )
+        return frozenset(key for key, x in zip(keys, outcomes, strict=True) if x == _IN_PLACE)
 
-    def vacate(self, memory: torch.Tensor, candidates: Iterable[torch.Tensor] = ()) -> bool:
+    def vacate(
+        self, memory: torch.Tensor, candidates: Iterable[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
         """Have memory of the pool free of tensors that live there by a signature.
 
         Places in it that were given are void: until they are given again nothing is born there.
         Gradients that were delivered and are kept by somebody are moved to ordinary memory with
-        their content, and so are the storages of `candidates` that live in a place.
+        their content, and so are the storages of `candidates` that live in a place. What `numpy()`
+        has made an array of stays: the array would not follow.
+
+        Args:
+            memory: 1-D uint8.
+            candidates: Tensors that may live there.
 
         Returns:
-            Whether nothing lives in `memory` any more.
+            The parts of `memory` that something still lives in.
 
         Raises:
             ValueError: the memory is not contiguous or on no device.
         """
-        return bool(self._ops.vacate(self._table, memory, list(candidates)))
+        left = self._ops.vacate(self._table, memory, list(candidates))
+        pairs = zip(left[::2], left[1::2], strict=True)
+        return [memory[start : start + nbytes] for start, nbytes in pairs]
 
     def counters(self) -> Counters:
         """Return what became of all deliveries so far."""
