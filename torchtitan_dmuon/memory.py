@@ -7,6 +7,8 @@ import gc
 import re
 from pathlib import Path
 
+import torch
+
 POOL_FILE = "pool.json"
 """In a job's folder: bytes of the symmetric pool on a rank, by part."""
 
@@ -39,11 +41,19 @@ def others_bytes() -> int:
     return status_bytes("RssShmem") - int(found.group(1)) * 1024
 
 
-def settle() -> None:
-    """Give freed memory back to the system, and let its high-water mark (VmHWM) start anew."""
-    gc.collect()
+def give_back(device: torch.device) -> None:
+    """Give memory that torch's allocator has freed and keeps for itself back to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def settle() -> None:
+    """Give freed memory back to the system, and let its high-water mark (VmHWM) start anew."""
+    gc.collect()
+    give_back(torch.device("cpu"))
     # "5" resets the high-water mark of the resident set (proc(5)).
     Path("/proc/self/clear_refs").write_text("5")

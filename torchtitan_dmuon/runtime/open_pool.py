@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator, movable
+from torchtitan_dmuon.memory import give_back
 from torchtitan_dmuon.native.segments import aligned
 from torchtitan_dmuon.runtime.copies import Copies
 from torchtitan_dmuon.runtime.group import Group, Precision
@@ -64,6 +65,8 @@ def open_pool(runtime: Runtime, record: Record | None) -> bool:
         return _is_over(runtime, digests)
     window_at = ranges.total
     copies_at = window_at + -(-windows.nbytes // ALIGNMENT) * ALIGNMENT
+    # What groups had until here is freed, and the window does not come from torch's allocator.
+    give_back(communicator.device)
     memory = communicator.open(max(copies_at + copies.nbytes, ALIGNMENT))
     assert communicator.operators is not None
     window = communicator.operators.window
