@@ -44,10 +44,11 @@ def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
     if reuse and known is not None and known[0] == runtime.gradient_version:
         kept: Gradients = known[1]
         return kept
-    others = [(name, p) for name, p in runtime.other_parameters() if p.grad is not None]
+    registered = list(runtime.other_parameters())
+    others = [(name, p) for name, p in registered if p.grad is not None]
     owned = [e.name for g in runtime.groups for e in g.parameters]
     # Names of every rank, whether or not it has a gradient here: positions must agree.
-    names = owned + [name for name, _ in runtime.other_parameters()]
+    names = owned + [name for name, _ in registered]
     index = {name: i for i, name in enumerate(names)}
     total, bad, spoiled = _local(runtime, others)
     vector = torch.zeros(1 + 2 * len(owned) + len(names), dtype=torch.float64)
