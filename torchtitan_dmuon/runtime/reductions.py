@@ -150,9 +150,12 @@ class Reductions:
         in_place = frozenset(key - first for key in found)
         for index in set(group.trainable()) - in_place:
             parameter = group.parameters[index].parameter
-            if parameter.grad is not None and not parameter.grad.untyped_storage().resizable():
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if not gradient.untyped_storage().resizable():
                 # It may have had to stay in another one's place, which is written next.
-                parameter.grad = parameter.grad.clone()
+                parameter.grad = gradient.clone()
         return in_place
 
     def _lodgers(
