@@ -43,6 +43,16 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(_padded(p.numel() * p.element_size()) for p in parameters)
 
 
+def bytes_of(place: torch.Tensor) -> torch.Tensor:
+    return place.view(torch.uint8)
+
+
+def inputs(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A batch whose shape changes from one micro-batch to the next."""
+    torch.manual_seed(1000 + seed)
+    return torch.randn(1 + seed % 3, 5 + seed % 2, WIDTH).to(dtype)
+
+
 class Rig:
     """Takes the gradients of a model as the runtime does, layer by layer.
 

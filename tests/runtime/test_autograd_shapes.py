@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import torchtitan_dmuon as dmuon
-from tests.runtime.autograd_cases import CASES, Asides
+from tests.runtime.autograd_call_cases import Asides
+from tests.runtime.autograd_cases import CASES
 from tests.runtime.communication import chosen, each_communication_at_length, run_world
 from tests.runtime.heads import as_lists, as_tensors, full_weights
 from tests.runtime.plain import (
