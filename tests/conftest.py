@@ -1,8 +1,21 @@
-"""What every test shares: which markers are skipped, and the reason in the summary."""
+"""What every test shares: which markers are skipped, with the reason in the summary, and what a
+test's ranks communicate over."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture
+def communication(request: pytest.FixtureRequest) -> Iterator[str]:
+    """c10d, or what `each_communication` says (tests/runtime/communication.py)."""
+    from tests.runtime.communication import choose
+
+    chosen = getattr(request, "param", "c10d")
+    with choose(chosen):
+        yield chosen
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -163,7 +163,13 @@ def test_a_jobs_pool(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
     assert re.search(r"rings +0\.50 MiB\n +all +1\.50 MiB", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"bytes": 3}', '{"bytes": {"rings": "x"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, "", "[]", '{"bytes": 3}', '{"bytes": {"rings": "x"}}'),
+        *('{"bytes": {"rings": Infinity}}', '{"bytes": {"rings": -5}}'),
+    ],
+)
 def test_no_pool_is_one_line(tmp_path: Path, text: str | None) -> None:
     """Without a file, or with one that holds something else."""
     if text is not None:

@@ -129,7 +129,9 @@ def read_pool(folder: Path) -> dict[str, int]:
     path = folder / POOL_FILE
     try:
         parts = json.loads(path.read_text())["bytes"]
-        return {str(part): int(nbytes) for part, nbytes in parts.items()}
+        if not all(type(nbytes) is int and nbytes >= 0 for nbytes in parts.values()):
+            raise ValueError("bytes are whole numbers")
+        return {str(part): nbytes for part, nbytes in parts.items()}
     except FileNotFoundError:
         raise ConfigError(
             f'--job: {path} does not exist; jobs with communication = "operators" write it in '

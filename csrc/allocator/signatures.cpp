@@ -153,7 +153,10 @@ void Table::note(uint64_t record, const void* data) {
 Outcome Table::deliver(const Gradient& gradient) {
   const std::lock_guard lock(mutex_);
   const auto given = given_.find(gradient.key);
-  const bool placed = given != given_.end();
+  // One that somebody else has kept was no place: that nothing was born there is no miss.
+  const bool placed = given != given_.end() &&
+                      (given->second.fired ||
+                       living_locked(given->second.place.data, given->second.place.bytes).empty());
   if (placed && gradient.whole && gradient.data == given->second.place.data &&
       gradient.bytes == given->second.place.bytes && given->second.fired) {
     parameters_[gradient.key].misses = 0;

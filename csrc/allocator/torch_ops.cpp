@@ -94,8 +94,14 @@ void move_away(c10::StorageImpl& storage) {
   if (storage.resizable()) move_back(storage, true);
 }
 
-// Returns what still lives there.
-std::vector<Stretch> vacate(Signatures& signatures, const void* data, uint64_t bytes) {
+// What still lives in a place, and whether it is known that it cannot move.
+struct Lodger {
+  Stretch stretch;
+  bool fixed;
+};
+
+std::vector<Lodger> vacate(Signatures& signatures, const void* data, uint64_t bytes) {
+  std::unordered_set<const void*> fixed;
   for (const Stretch& stretch : signatures.table->living(data, bytes)) {
     c10::intrusive_ptr<c10::StorageImpl> kept;
     {
@@ -105,9 +111,15 @@ std::vector<Stretch> vacate(Signatures& signatures, const void* data, uint64_t b
       kept = found->second.lock();
     }
     // It may have been resized since, and something else live there.
-    if (kept && kept->data() == stretch.data) move_away(*kept);
+    if (!kept || kept->data() != stretch.data) continue;
+    if (!kept->resizable()) fixed.insert(stretch.data);
+    move_away(*kept);
   }
-  return signatures.table->living(data, bytes);
+  std::vector<Lodger> left;
+  for (const Stretch& stretch : signatures.table->living(data, bytes)) {
+    left.push_back({stretch, fixed.count(stretch.data) != 0});
+  }
+  return left;
 }
 
 // Whether the tensor's memory is a place; then it gets its own, with the content.
@@ -216,7 +228,7 @@ std::vector<int64_t> deliver(int64_t number, at::IntArrayRef keys, const Gradien
   return result;
 }
 
-// First bytes and lengths of what still lives in the memory, counted from its beginning.
+// Of what still lives in the memory: its first byte there, its bytes, and whether it is fixed.
 std::vector<int64_t> vacate_memory(int64_t number, const at::Tensor& memory,
                                    at::TensorList candidates) {
   const auto signatures = find(number);
@@ -227,12 +239,12 @@ std::vector<int64_t> vacate_memory(int64_t number, const at::Tensor& memory,
   for (const at::Tensor& tensor : candidates) move_out(*signatures, tensor);
   const auto begin = reinterpret_cast<intptr_t>(memory.const_data_ptr());
   std::vector<int64_t> left;
-  for (const Stretch& stretch : vacate(*signatures, memory.const_data_ptr(), memory.nbytes())) {
-    const int64_t at = reinterpret_cast<intptr_t>(stretch.data) - begin;
+  const auto end = static_cast<int64_t>(memory.nbytes());
+  for (const Lodger& lodger : vacate(*signatures, memory.const_data_ptr(), memory.nbytes())) {
+    const int64_t at = reinterpret_cast<intptr_t>(lodger.stretch.data) - begin;
     const int64_t first = std::max<int64_t>(at, 0);
-    const auto last = static_cast<int64_t>(memory.nbytes());
-    left.push_back(first);
-    left.push_back(std::min(at + static_cast<int64_t>(stretch.bytes), last) - first);
+    const int64_t last = std::min(at + static_cast<int64_t>(lodger.stretch.bytes), end);
+    left.insert(left.end(), {first, last - first, lodger.fixed});
   }
   return left;
 }

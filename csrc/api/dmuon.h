@@ -154,6 +154,9 @@ int dmuon_close(dmuon_communicator* communicator);
 int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
                    dmuon_communicator** communicator);
 
+/* shm: bytes that each rank of a mesh takes of the machine's shared memory. */
+int dmuon_shm_bytes(const dmuon_mesh* mesh, uint64_t* bytes);
+
 /* shm: dmuon_call that can be interrupted. `*paused` is 0 at first. If it is 1 afterwards, the call
  * has not ended: a signal handler may have run while it slept. The same function, with the same
  * arguments, lets it go on; dmuon_shm_give_up ends it, and later calls of the operation fail. */

@@ -64,7 +64,8 @@ class PublishTable {
     }
     const uint32_t expected = own_[released_ % own_.size()];
     if (task != expected) {
-      refuse(where() + text_of(static_cast<uint32_t>(task)) + ": released before " +
+      refuse(where() + text_of(static_cast<uint32_t>(task)) +
+             (task < expected ? ": released again in one step, next is " : ": released before ") +
              text_of(expected) + "; the order is the table's");
     }
     const uint64_t step = released_ / own_.size() + 1;

@@ -111,11 +111,13 @@ void remove_stale() {
 
 }  // namespace
 
+uint64_t ShmPool::file_bytes(uint64_t bytes) { return kHeaderBytes + bytes; }
+
 ShmPool::ShmPool(const std::string& job, int rank, const std::vector<int>& peers, uint64_t bytes,
                  const std::string& settings, double timeout_seconds, const int32_t* stop)
     : job_(job),
       rank_(rank),
-      bytes_(kHeaderBytes + bytes),
+      bytes_(file_bytes(bytes)),
       settings_(settings),
       timeout_(timeout_seconds),
       stop_(stop) {

@@ -26,6 +26,9 @@ class ShmTimeout : public std::runtime_error {
 
 class ShmPool {
  public:
+  // What a pool of `bytes` takes of the machine's shared memory.
+  static uint64_t file_bytes(uint64_t bytes);
+
   // job: 1 to 64 letters, digits or hyphens, equal on all ranks.
   // peers: ranks whose memory this one maps, without itself; mapping is mutual.
   // bytes: of the window and everything before it but the header.

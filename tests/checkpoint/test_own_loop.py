@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchtitan_dmuon as dmuon
-from tests.worlds import run_world
+from tests.runtime.communication import argument, each_communication_at_length, run_world
 
 WIDTH, BATCH, STEPS = 12, 12, 6
 # Last weights, loss of each step, rates of the last step.
@@ -48,7 +48,8 @@ def loop(folder: str | None, first: int, last: int, kind: str) -> Result:
     torch.manual_seed(0)
     model = Model()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("r", "s")) if size > 1 else None
-    owned = dmuon.dedicate_params(model, mesh, cost="model")
+    options: Any = argument() if mesh is not None else {}
+    owned = dmuon.dedicate_params(model, mesh, cost="model", **options)
     if mesh is not None:
         fully_shard(model, mesh=mesh, ignored_params=owned.parameters)
     optimizer = dmuon.Muon(model, lr=0.05, adamw_lr=0.01, ns_steps=2)
@@ -77,6 +78,8 @@ def loop(folder: str | None, first: int, last: int, kind: str) -> Result:
     return weights, losses, [group["lr"] for group in optimizer.param_groups]
 
 
+@each_communication_at_length
+@pytest.mark.usefixtures("communication")
 @pytest.mark.parametrize("kind", ["cosine", "lambda"])
 def test_a_loop_of_ones_own_goes_on(kind: str, tmp_path: Path) -> None:
     """Two ranks stop and two go on: the very bits of an unbroken run, schedules that compute a

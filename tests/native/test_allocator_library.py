@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.operators.stressing import TRIES, finds_race
 from torchtitan_dmuon.native import NativeError, sources_folder, torch_library
 
 FOLDER = sources_folder() / "allocator"
@@ -18,14 +19,18 @@ SANITIZERS = {
 }
 
 
-def _run(folder: Path, table: str, flags: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Compile the stress program with `table` as signatures.cpp, and run it."""
+def _compile(folder: Path, table: str, flags: tuple[str, ...]) -> Path:
+    """Return the stress program with `table` as signatures.cpp."""
     source = folder / "signatures.cpp"
     source.write_text(table.replace('"signatures.h"', f'"{FOLDER / "signatures.h"}"'))
     program = folder / "stress"
     stress = sources_folder() / "tests" / "allocator_stress.cpp"
     command = ["g++", "-std=c++17", *flags, "-pthread", str(stress), str(source)]
     subprocess.run([*command, "-o", str(program)], check=True, timeout=200)
+    return program
+
+
+def _run(program: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(program), "20"], capture_output=True, text=True, timeout=100, check=False
     )
@@ -36,19 +41,19 @@ def _run(folder: Path, table: str, flags: tuple[str, ...]) -> subprocess.Complet
 def test_the_table_under_threads(tmp_path: Path, sanitizer: str) -> None:
     """Backwards of three tables at once, freed by other threads: no race, no bad access, every
     gradient in its place after the first micro-batch, and no table in a thread without a scope."""
-    done = _run(tmp_path, (FOLDER / "signatures.cpp").read_text(), SANITIZERS[sanitizer])
+    done = _run(_compile(tmp_path, (FOLDER / "signatures.cpp").read_text(), SANITIZERS[sanitizer]))
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
 @pytest.mark.slow
 def test_a_table_without_its_lock_is_caught(tmp_path: Path) -> None:
-    """The stress program finds a ticket that is ended without the lock."""
+    """The stress program finds a ticket that is ended without the lock. Where its threads have to
+    take turns on a core they may happen to be in order, so it has several tries."""
     text = (FOLDER / "signatures.cpp").read_text()
     line = "  const std::lock_guard lock(ticket->table->mutex_);\n"
     assert text.count(line) == 1
-    done = _run(tmp_path, text.replace(line, ""), SANITIZERS["thread"])
-    assert done.returncode != 0
-    assert "data race" in done.stderr
+    program = _compile(tmp_path, text.replace(line, ""), SANITIZERS["thread"])
+    assert any(finds_race(_run(program)) for _ in TRIES)
 
 
 def test_the_library_is_of_one_torch(monkeypatch: pytest.MonkeyPatch) -> None:

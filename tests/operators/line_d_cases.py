@@ -18,11 +18,12 @@ import torchtitan_dmuon as dmuon
 from tests.runtime.harness import dedicate, full_weights, make_mesh, open_world
 from tests.runtime.models import FIXTURES
 from tests.worlds import pack
-from torchtitan_dmuon.comm import CommunicationError
+from torchtitan_dmuon.comm import CommunicationError, shm
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.runtime import open_pool
 from torchtitan_dmuon.runtime.copies import Copies
 from torchtitan_dmuon.runtime.pool import Ranges, Record, Space
+from torchtitan_dmuon.runtime.transport import OperatorsRefused
 
 STEPS = 6
 OPENED = 2
@@ -253,6 +254,22 @@ def arrays(mesh: tuple[int, int], communication: str) -> Any:
     return {"same": all((one == other).all() for one, other in kept), **job.facts()}, job.end()
 
 
+def crowded(mesh: tuple[int, int], communication: str) -> Any:
+    """When the pool is to be opened, rank 1 finds no room for it."""
+
+    def lack(_: object) -> str | None:
+        return "no room" if dist.get_rank() == 1 else None
+
+    with patch.object(shm, "lack_of_room", lack):
+        if communication == "auto":
+            return plain(mesh, communication=communication)
+        job = Job(mesh)
+        job.step(0)
+        with pytest.raises(OperatorsRefused) as caught:
+            job.step(1)
+    return {"text": str(caught.value)}, job.end()
+
+
 class Small(nn.Module):
     """Fewer matrices than columns, and a parameter without elements."""
 
@@ -455,6 +472,8 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         ((2, 2), "operators", "repeated"),
         {"reshard_after_forward": False},
     ),
+    "crowded_auto": (crowded, ((2, 2), "auto"), {}),
+    "crowded_operators": (crowded, ((2, 2), "operators"), {}),
     "c10d": (plain, ((2, 2),), {"communication": "c10d"}),
     "resumed": (resumed, ((2, 2),), {}),
     "reordered": (reordered, ((2, 2), "operators"), {}),

@@ -156,6 +156,16 @@ def test_ranks_that_never_agree_go_on_without_a_pool() -> None:
         assert all(torch.equal(weights[name], rank["c10d"][1][name]) for name in weights)
 
 
+def test_no_room_for_the_pool() -> None:
+    """Found when its size is known: `auto` goes on over collectives, on every rank, with line C's
+    bits; "operators" ends, and says why."""
+    for rank in _ranks():
+        facts, weights = rank["crowded_auto"]
+        assert (facts["operated"], facts["parts"]) == ({}, {})
+        assert all(torch.equal(weights[name], rank["c10d"][1][name]) for name in weights)
+        assert "rank 1: no room" in rank["crowded_operators"][0]["text"]
+
+
 def test_gradients_of_all_layers_are_never_in_the_pool_together() -> None:
     """At most two sums on their way and two layers beside them have places of their own."""
     parts = _ranks()[0]["plain"][0]["parts"]

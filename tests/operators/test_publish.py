@@ -277,11 +277,16 @@ def test_bad_arguments_are_refused(alone: Operators) -> None:
     with pytest.raises(ValueError, match=r"task 1 \(wk\): released before task 0 \(wq\)"):
         publish.release(1)
     publish.release(0)
+    with pytest.raises(ValueError, match=r"task 0 \(wq\): released again .* task 1 \(wk\)"):
+        publish.release(0)
     publish.release(1)
     with pytest.raises(ValueError, match=r"task 0 \(wq\): released for step 2 before .* step 1"):
         publish.release(0)
     publish.start(1).wait()
     publish.wait(0, 2, 1)
+    publish.close()
+    with pytest.raises(CommunicationError, match="publish of weights: it is closed"):
+        publish.release(0)
 
 
 def test_a_wrong_step_is_an_error(alone: Operators) -> None:

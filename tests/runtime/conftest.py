@@ -5,11 +5,8 @@ The server that ranks are forked from starts before the first test, outside its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.runtime.communication import choose
 from tests.worlds import run_world
 
 
@@ -23,8 +20,5 @@ def rank_server() -> None:
 
 
 @pytest.fixture(autouse=True)
-def communication(request: pytest.FixtureRequest) -> Iterator[str]:
-    """c10d, or what `each_communication` says."""
-    chosen = getattr(request, "param", "c10d")
-    with choose(chosen):
-        yield chosen
+def _chosen(communication: str) -> None:
+    """Every test of this folder may be run over each transport."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dmuon as dmuon
+from tests.runtime.communication import each_communication_at_length, run_world
 from tests.runtime.heads import (
     DECAY,
     LR,
@@ -23,7 +24,7 @@ from tests.runtime.heads import (
     relative,
 )
 from tests.runtime.plain import dedicate, open_world
-from tests.worlds import RankFailed, run_world
+from tests.worlds import RankFailed
 
 SHAPES = [(7, 5), (1, 40), (40, 1), (3, 200), (200, 3), (72, 24)]
 WORLDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 1), (3, 1)]
@@ -68,6 +69,7 @@ def train_heads(shape: tuple[int, int], shapes: list[tuple[int, int]]) -> tuple[
     return mine, optimizer.last_step.orthogonalized
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("world", WORLDS, ids=NAMES)
 def test_any_shape_matches_the_textbook(world: tuple[int, int]) -> None:
@@ -76,6 +78,7 @@ def test_any_shape_matches_the_textbook(world: tuple[int, int]) -> None:
     assert all(owned == done for owned, done in results)
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("world", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
@@ -114,6 +117,7 @@ def train_scalars(shape: tuple[int, int]) -> dict[str, list[Any]]:
     return as_lists(full_weights(model))
 
 
+@each_communication_at_length
 @pytest.mark.timeout(60, func_only=True)
 def test_scalar_parameters_train() -> None:
     alone = as_tensors(run_world(1, train_scalars, (1, 1))[0])

@@ -40,7 +40,7 @@ def test_a_foreign_tensor_in_a_place_is_told_of() -> None:
     assert torch.equal(stranger.grad, want)
     assert signatures.deliver({0: layer.weight.grad}) == frozenset()
     (left,) = signatures.vacate(bytes_of(place))
-    assert torch.equal(left.view(torch.float32), want.flatten())
+    assert torch.equal(left.memory.view(torch.float32), want.flatten()) and not left.fixed
     assert signatures.vacate(bytes_of(place), [stranger.grad]) == []
     place.fill_(7.0)
     assert torch.equal(stranger.grad, want)
@@ -71,7 +71,7 @@ def test_what_numpy_reads_stays() -> None:
     assert [step(seed) for seed in range(3)] == [False, True, True]
     want = kept[0].copy()
     (left,) = signatures.vacate(bytes_of(place))
-    assert left.numel() == place.nbytes
+    assert left.memory.numel() == place.nbytes and left.fixed
     assert not step(3)
     assert np.array_equal(kept.pop(), want)
     assert [step(seed) for seed in (4, 5)] == [True, True]

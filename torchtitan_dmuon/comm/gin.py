@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from dataclasses import asdict
 from functools import cache
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm.binding import Library, WindowMesh
-from torchtitan_dmuon.comm.window import Window
+from torchtitan_dmuon.comm.window import Window, WindowRefused, gather_objects
 from torchtitan_dmuon.native import NativeError
 from torchtitan_dmuon.native.cuda import build_gin, check_nccl, find_nccl
 
@@ -51,8 +50,8 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
     Raises:
         NativeError: no nvcc, or no NCCL headers of the version that torch has loaded.
         ValueError: a bad mesh, or ranks that disagree about it.
-        OSError: NCCL or CUDA refused on some rank, which the text names with what is missing; or
-            NCCL gives ranks different networks.
+        WindowRefused: NCCL or CUDA refused on some rank, which the text names with what is missing;
+            or NCCL gives ranks different networks.
     """
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
@@ -76,7 +75,7 @@ def open_window(device: torch.device, group: dist.ProcessGroup, mesh: WindowMesh
             told[0] = str(error)
     dist.broadcast_object_list(told, group=group, group_src=0)
     if not isinstance(told[0], bytes):
-        raise OSError(f"gin: rank 0: {told[0]}")
+        raise WindowRefused(f"gin: rank 0: {told[0]}")
     window: Window | None = None
     own = ""
     try:
@@ -134,18 +133,8 @@ def _network_of(window: Window) -> tuple[int, int]:
     return network.contexts, network.connections
 
 
-_Shared = TypeVar("_Shared")
-
-
-def _all_gather(group: dist.ProcessGroup, value: _Shared) -> list[_Shared]:
-    """Return what every rank gave, by rank."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _check_networks(group: dist.ProcessGroup, own: tuple[int, int] | str) -> None:
-    """Raise OSError on every rank unless all could open and NCCL gives all the same network.
+    """Raise WindowRefused on every rank unless all could open and NCCL gives all the same network.
 
     Sender and receiver of a put pick a context, which has its own signals, from their own numbers:
     with others each would wait for a signal that is counted elsewhere.
@@ -154,13 +143,13 @@ def _check_networks(group: dist.ProcessGroup, own: tuple[int, int] | str) -> Non
         group: Of the window's ranks.
         own: Contexts and connections of this rank, or why it has none.
     """
-    networks = _all_gather(group, own)
+    networks = gather_objects(group, own)
     for rank, network in enumerate(networks):
         if isinstance(network, str):
-            raise OSError(f"gin: rank {rank}: {network}")
+            raise WindowRefused(f"gin: rank {rank}: {network}")
     for rank, network in enumerate(networks):
         if network != networks[0]:
-            raise OSError(
+            raise WindowRefused(
                 "gin: NCCL gives ranks different networks: rank 0 has {} contexts on {} "
                 "connections, rank {} has {} on {}; use one NCCL, one network plug-in and the same "
                 "NCCL_GIN settings on all nodes".format(*networks[0], rank, *network)
@@ -175,11 +164,11 @@ def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh, lack: str = "") -> 
             f"mesh of {mesh.nodes} x {mesh.rails} ranks and rank {mesh.rank}, expected the "
             f"process group's {size} ranks and rank {rank}"
         )
-    lacks = _all_gather(group, lack)
+    lacks = gather_objects(group, lack)
     for other, text in enumerate(lacks):
         if text:
             raise NativeError(f"gin: rank {other}: {text}")
-    all_shared = _all_gather(group, shared)
+    all_shared = gather_objects(group, shared)
     for other, values in enumerate(all_shared):
         if "error" in values:
             raise ValueError(f"gin: rank {other}: {values['error']}")

@@ -42,6 +42,7 @@ class OperatorsCommunicator(C10dCommunicator):
     Attributes:
         operators: The window and its operators; None before `open`.
         operated: Calls that went over the operators, by operation.
+        optional: Whether the job goes on with collectives where no window can be opened.
         refused: Why this job does without them; None: it does not.
 
     Raises:
@@ -70,6 +71,7 @@ class OperatorsCommunicator(C10dCommunicator):
         super().__init__(ranks, device, timeout)
         self.operators: Operators | None = None
         self.operated: Counter[str] = Counter()
+        self.optional = False
         self.refused: str | None = None
         self._rails = ranks_per_node
         self._timeout = timeout or timedelta(minutes=30)
@@ -90,7 +92,8 @@ class OperatorsCommunicator(C10dCommunicator):
 
         Raises:
             NativeError: the library cannot be compiled.
-            OSError: no memory, or NCCL or CUDA refused.
+            WindowRefused: no memory, or NCCL or CUDA refused; all ranks raise it.
+            OSError: another error of the system, on this rank.
             CommunicationError: a rank did not come.
         """
         mesh = {
@@ -104,10 +107,11 @@ class OperatorsCommunicator(C10dCommunicator):
             exchange = self._groups["exchange"]
             self.operators = Operators.gin(self.device, exchange, timeout=self._timeout, **mesh)
         else:
-            names = [secrets.token_hex(8)]
+            names, group = [secrets.token_hex(8)], None
             if self.mesh.size > 1:
-                dist.broadcast_object_list(names, self._all_ranks[0], self._groups["exchange"])
-            self.operators = Operators.shm(names[0], timeout=self._timeout, **mesh)
+                group = self._groups["exchange"]
+                dist.broadcast_object_list(names, self._all_ranks[0], group)
+            self.operators = Operators.shm(names[0], timeout=self._timeout, group=group, **mesh)
         return self.operators.empty(window_bytes, torch.uint8)
 
     def refusal(self) -> str | None:

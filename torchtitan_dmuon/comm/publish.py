@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtitan_dmuon.comm.streams import Event, open_stream
+from torchtitan_dmuon.comm.streams import CommunicationError, Event, open_stream
 from torchtitan_dmuon.comm.window import WindowPublish
 
 _DAY = 24 * 3600.0
@@ -52,6 +52,7 @@ class Publish:
         self._publish = publish
         self._device = device
         self._steps = 0
+        self._closed = False
         # A call's own limit counts from its last progress, and updates may take any time between
         # releases: the stream's limit is only there to be one.
         self._stream = open_stream(
@@ -77,7 +78,7 @@ class Publish:
             ValueError: not the step behind the last one that was started.
         """
         if step != self._steps + 1:
-            raise ValueError(f"publish of {self.label}: step {step}, expected {self._steps + 1}")
+            raise ValueError(f"publish of {self.label}: step {step!r}, expected {self._steps + 1}")
         self._steps = step
         return self._stream.submit(
             f"publish of {self.label}, step {step}",
@@ -94,15 +95,22 @@ class Publish:
         Raises:
             ValueError: another rank's task, not the table's order, or (CPU) the last step's call
                 has not ended on this rank.
-            CommunicationError: a call of this publish failed.
+            CommunicationError: a call of this publish failed, or it is closed.
         """
+        if self._closed:
+            raise CommunicationError(f"publish of {self.label}: it is closed")
         self._publish.release(task, self._current())
 
-    def wait(self, first: int, stop: int, step: int) -> None:
+    def wait(self, first: int, stop: int, step: int, *, name: str | None = None) -> None:
         """Wait until tasks first .. stop - 1 of step `step` are in this rank's copy.
 
         On a CPU the calling thread sleeps, without the interpreter's lock; the window's timeout
         counts from the last task that arrived. On a GPU the current stream waits.
+
+        Args:
+            first, stop: Tasks.
+            step: As given to `start`.
+            name: Of the tasks in traces; None: the publish's label.
 
         Raises:
             ValueError: no such tasks.
@@ -110,7 +118,7 @@ class Publish:
                 step), or a call failed. On a GPU a later call, or `Operators.check`, says so.
         """
         # The name is the traces': docs/timeline.md.
-        with torch.profiler.record_function(f"wait for publish of {self.label}"):
+        with torch.profiler.record_function(f"wait for publish of {name or self.label}"):
             self._publish.wait(first, stop - first, step, self._current())
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -123,6 +131,7 @@ class Publish:
 
     def close(self) -> None:
         """Let a started call end, then end the stream. No more releases will come (`stop`)."""
+        self._closed = True
         self.stop()
         self._stream.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 from functools import cache
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 
-from torchtitan_dmuon.comm.binding import CShmWait, Library, WindowMesh
+from torchtitan_dmuon.comm.binding import CMesh, CShmWait, Library, WindowMesh
 from torchtitan_dmuon.comm.window import Window
 from torchtitan_dmuon.native import build
 
 _P, _INT = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
 _MORE: dict[str, list[Any]] = {
+    "dmuon_shm_bytes": [ctypes.POINTER(CMesh), ctypes.POINTER(ctypes.c_uint64)],
     "dmuon_shm_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _INT],
     "dmuon_shm_give_up": [_P],
     "dmuon_shm_publish_wait": [
@@ -27,6 +29,7 @@ _MORE: dict[str, list[Any]] = {
     ],
 }
 _STOP_SECONDS = 10.0
+_FOLDER, _MIB = "/dev/shm", 2**20
 
 _SOURCES = (
     "api/shm_api.cpp",
@@ -52,6 +55,24 @@ def prepare() -> None:
         NativeError: the library cannot be compiled.
     """
     _library()
+
+
+def lack_of_room(mesh: WindowMesh) -> str | None:
+    """Say that this machine's shared memory has no room for a window on all ranks of a mesh.
+
+    Raises:
+        ValueError: a bad mesh.
+    """
+    mine = _library().mesh_bytes("dmuon_shm_bytes", mesh)
+    ranks = mesh.nodes * mesh.rails
+    space = os.statvfs(_FOLDER)
+    free = space.f_bavail * space.f_frsize
+    if mine * ranks <= free:
+        return None
+    return (
+        f"{_FOLDER}: {ranks} ranks need {mine / _MIB:,.1f} MiB each, {free / _MIB:,.1f} MiB are "
+        f"free in all; give it more (docker run --shm-size, mount -o remount,size=... {_FOLDER})"
+    )
 
 
 def open_window(job: str, mesh: WindowMesh) -> Window:

@@ -87,7 +87,8 @@ def _contradiction(
 ) -> None:
     place = _place(sources, key)
     if value != implied and place <= _place(sources, "line") and place < len(sources):
+        hint = ", or give --line D" if value == "operators" else ""
         raise ConfigError(
             f'{sources[place].at(key)}: "{value}" contradicts line = "{config.line}", which means '
-            f'"{implied}"; leave out one of the two'
+            f'"{implied}"; leave out one of the two{hint}'
         )

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_dmuon.checkpoint.state import owner_state
+from torchtitan_dmuon.config.errors import ConfigError
+from torchtitan_dmuon.log import logger
 from torchtitan_dmuon.models.heads import attentions
 from torchtitan_dmuon.optim.owner_optimizer import OwnerOptimizer
 from torchtitan_dmuon.optim.qk_clip import QKClip
@@ -21,6 +23,10 @@ from torchtitan_dmuon.optim.report import PHASES, RoutingReport, StepReport
 from torchtitan_dmuon.ownership import summarize
 from torchtitan_dmuon.runtime.api import clip_grad_norm_
 from torchtitan_dmuon.runtime.site import canonical_name
+from torchtitan_dmuon.runtime.transport import OperatorsRefused
+
+STEADY_HIT_RATE = 0.999
+"""Of gradients whose allocation is foreseen; a lower one is logged."""
 
 _DTYPES = {
     "float16": torch.float16,
@@ -80,7 +86,8 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         ]
         self._reports: list[StepReport] = []
         # Gradients born in the pool, and not, until the last call of step_metrics.
-        self._counted = (0, 0)
+        self._counted = (0, 0, 0)
+        self._told = False
         # Now: a scheduler replaces the rates by those of its first step.
         self.routes = [optimizer.routing() for optimizer in self.optimizers]
         parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
@@ -88,8 +95,15 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         self._post_init(parameters)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parts. Collective."""
-        super().step(closure)
+        """Update all parts. Collective.
+
+        Raises:
+            ConfigError: the operators cannot run here, found when the pool opens.
+        """
+        try:
+            super().step(closure)
+        except OperatorsRefused as error:
+            raise ConfigError(f"parallelism.{error}") from None
         self._reports += [optimizer.last_step for optimizer in self.optimizers]
 
     def clip_grad_norm_(
@@ -113,7 +127,8 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
 
         Matrices orthogonalized per step (summed over ranks: in mode owner the number of matrices),
         steps skipped, and seconds per step by phase on the rank that took longest in it. On the
-        operators the share of gradients that were born in the pool, on the rank with the fewest.
+        operators the shares of gradients that were born in the pool, of those whose allocation was
+        foreseen and of all, on the rank with the fewest.
         """
         reports, self._reports = self._reports, []
         steps = max(1, len(reports))
@@ -122,7 +137,7 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
         device = self.optimizers[0].runtime.device
         total = torch.tensor([float(done)], dtype=torch.float64, device=device)
         slowest = torch.tensor(
-            [*(sum(t[phase] for t in times) / steps for phase in PHASES), self._missed()],
+            [*(sum(t[phase] for t in times) / steps for phase in PHASES), *self._missed()],
             dtype=torch.float64,
             device=device,
         )
@@ -148,20 +163,37 @@ class OwnerContainer(OptimizersContainer):  # type: ignore[type-arg, misc, unuse
                 for phase, seconds in zip(PHASES, slowest.tolist(), strict=False)
             },
             **(
-                {"pool/gradient_hit_rate": 1.0 - float(slowest[-1])}
+                self._tell(1.0 - float(slowest[-2]), 1.0 - float(slowest[-1]))
                 if self.optimizers[0].runtime.hit_counters() is not None
                 else {}
             ),
         }
 
-    def _missed(self) -> float:
-        """Share of gradients since the last call that were not born where their signature says."""
+    def _missed(self) -> tuple[float, float]:
+        """Shares of the gradients since the last call that were not born in their places: of those
+        whose signature was known, and of all that had a place."""
         now = self.optimizers[0].runtime.hit_counters()
         if now is None:
-            return 0.0
-        hits, misses = now.hits - self._counted[0], now.misses - self._counted[1]
-        self._counted = (now.hits, now.misses)
-        return misses / max(1, hits + misses)
+            return 0.0, 0.0
+        counts = (now.hits, now.misses, now.learned + now.unlearned)
+        hits, misses, others = (a - b for a, b in zip(counts, self._counted, strict=True))
+        self._counted = counts
+        given = hits + misses + others
+        return misses / max(1, hits + misses), (misses + others) / max(1, given)
+
+    def _tell(self, hit_rate: float, born_rate: float) -> dict[str, float]:
+        """Return the rates as metrics; log them the first time, and when signatures miss."""
+        runtime = self.optimizers[0].runtime
+        first = runtime.communicator is not None and runtime.communicator.rank == 0
+        if first and any(self._counted) and (hit_rate < STEADY_HIT_RATE or not self._told):
+            self._told = True
+            logger.info(
+                "pool: %.2f%% of the gradients whose allocation was foreseen were born in it on "
+                "the rank with the fewest, %.2f%% of all",
+                100 * hit_rate,
+                100 * born_rate,
+            )
+        return {"pool/gradient_hit_rate": hit_rate, "pool/gradient_born_rate": born_rate}
 
     def pool_bytes(self) -> dict[str, int]:
         """Return the symmetric pool's bytes on this rank by part; empty before it is open."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator, movable
+from torchtitan_dmuon.comm.window import WindowRefused
 from torchtitan_dmuon.memory import give_back
 from torchtitan_dmuon.native.segments import aligned
 from torchtitan_dmuon.runtime.copies import Copies
@@ -15,6 +16,7 @@ from torchtitan_dmuon.runtime.group import Group, Precision
 from torchtitan_dmuon.runtime.owner_group import OwnerGroup, OwnerWindow
 from torchtitan_dmuon.runtime.pool import ALIGNMENT, Place, Ranges, Record, Space, lay_out
 from torchtitan_dmuon.runtime.runtime import Runtime
+from torchtitan_dmuon.runtime.transport import refuse
 
 logger = logging.getLogger("torchtitan_dmuon")
 
@@ -43,7 +45,8 @@ def open_pool(runtime: Runtime, record: Record | None) -> bool:
 
     Raises:
         NativeError: the library cannot be compiled.
-        OSError: no memory, or NCCL or CUDA refused.
+        OperatorsRefused: no memory, or NCCL or CUDA refused, and the job insists on the operators.
+        OSError: another error of the system, on this rank.
         CommunicationError: a rank did not come.
     """
     communicator = runtime.communicator
@@ -67,7 +70,12 @@ def open_pool(runtime: Runtime, record: Record | None) -> bool:
     copies_at = window_at + -(-windows.nbytes // ALIGNMENT) * ALIGNMENT
     # What groups had until here is freed, and the window does not come from torch's allocator.
     give_back(communicator.device)
-    memory = communicator.open(max(copies_at + copies.nbytes, ALIGNMENT))
+    try:
+        memory = communicator.open(max(copies_at + copies.nbytes, ALIGNMENT))
+    except WindowRefused as error:
+        refuse(communicator, str(error))
+        runtime.close_pool()
+        return True
     assert communicator.operators is not None
     window = communicator.operators.window
     runtime.pool.open(

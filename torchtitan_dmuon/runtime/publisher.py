@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from torchtitan_dmuon.comm import Event
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.comm.publish import Publish
@@ -83,8 +81,7 @@ class _Arrival(Event):
         self._name = name
 
     def wait(self) -> None:
-        with torch.profiler.record_function(f"wait for publish of {self._name}"):
-            try:
-                self._publish.wait(self._task, self._task + 1, self._round)
-            except ValueError as error:
-                raise CommunicationError(f"publish of {self._name}: {error}") from error
+        try:
+            self._publish.wait(self._task, self._task + 1, self._round, name=self._name)
+        except ValueError as error:
+            raise CommunicationError(f"publish of {self._name}: {error}") from error

@@ -13,7 +13,7 @@ import torch
 from torchtitan_dmuon.comm import Event
 from torchtitan_dmuon.runtime.group import Group
 from torchtitan_dmuon.runtime.pool import Pool, Space
-from torchtitan_dmuon.runtime.signatures import Counters, Signatures
+from torchtitan_dmuon.runtime.signatures import Counters, Lodger, Signatures
 
 logger = logging.getLogger("torchtitan_dmuon")
 
@@ -174,24 +174,24 @@ class Reductions:
             # Spares a copy: autograd itself still holds the gradient that came last.
             copied = [i for i in group.trainable() if i not in in_place]
             written = [place.view(torch.uint8) for place in group.gradient_parts(memory, copied)]
-        left = [lodged for stretch in written for lodged in self._vacate(stretch)]
-        if left:
-            self._report(group)
-        return [(lodged, lodged.clone()) for lodged in left]
-
-    def _vacate(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Move what lives in the memory elsewhere; return the parts where that is impossible."""
-        assert self._signatures is not None
-        # Gradients that a hook has kept.
-        left = self._signatures.vacate(memory)
-        if left:
+        # Gradients that a hook has kept move now.
+        left = self._vacate(written)
+        if not all(lodger.fixed for lodger in left):
             # In another order than the recorded one those of other layers may live there.
             held = [entry.parameter.grad for other in self._groups for entry in other.parameters]
-            left = self._signatures.vacate(memory, [g for g in held if g is not None])
-        if left:
+            left = self._vacate(written, [g for g in held if g is not None])
+        if not all(lodger.fixed for lodger in left):
             # A hook has kept what it replaced by another gradient.
-            left = self._signatures.vacate(memory, _tensors_in(memory))
-        return left
+            left = self._vacate(written, _tensors_in(memory))
+        if left:
+            self._report(group)
+        return [(lodger.memory, lodger.memory.clone()) for lodger in left]
+
+    def _vacate(
+        self, stretches: Sequence[torch.Tensor], candidates: Sequence[torch.Tensor] = ()
+    ) -> list[Lodger]:
+        assert self._signatures is not None
+        return [x for memory in stretches for x in self._signatures.vacate(memory, candidates)]
 
     def _report(self, group: Group) -> None:
         if group not in self._reported:
@@ -220,7 +220,7 @@ class Reductions:
 
 
 def _tensors_in(memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return all tensors of this process that live in `memory`. Takes milliseconds."""
+    """Return all tensors of this process that live in `memory`. Takes a tenth of a second."""
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     return [
         thing
@@ -229,6 +229,7 @@ def _tensors_in(memory: torch.Tensor) -> list[torch.Tensor]:
         if type(thing) in (torch.Tensor, torch.nn.Parameter)
         and thing.device == memory.device
         and thing.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
         and begin <= thing.data_ptr() < end
     ]
 

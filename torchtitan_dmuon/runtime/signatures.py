@@ -67,6 +67,20 @@ def move_back(tensor: torch.Tensor, *, copy: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Lodger:
+    """A tensor that lives in memory of the pool by a signature, and could not be moved.
+
+    Attributes:
+        memory: Where, uint8.
+        fixed: Whether that is known: `numpy()` has made an array of it. Otherwise it is not known
+            who has it.
+    """
+
+    memory: torch.Tensor
+    fixed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Deliveries of gradients whose place was given, by what became of them.
 
@@ -177,9 +191,7 @@ class Signatures:
             self._report()
         return frozenset(key for key, x in zip(keys, outcomes, strict=True) if x == _IN_PLACE)
 
-    def vacate(
-        self, memory: torch.Tensor, candidates: Iterable[torch.Tensor] = ()
-    ) -> list[torch.Tensor]:
+    def vacate(self, memory: torch.Tensor, candidates: Iterable[torch.Tensor] = ()) -> list[Lodger]:
         """Have memory of the pool free of tensors that live there by a signature.
 
         Places in it that were given are void: until they are given again nothing is born there.
@@ -192,14 +204,16 @@ class Signatures:
             candidates: Tensors that may live there.
 
         Returns:
-            The parts of `memory` that something still lives in.
+            What still lives there.
 
         Raises:
             ValueError: the memory is not contiguous or on no device.
         """
         left = self._ops.vacate(self._table, memory, list(candidates))
-        pairs = zip(left[::2], left[1::2], strict=True)
-        return [memory[start : start + nbytes] for start, nbytes in pairs]
+        return [
+            Lodger(memory[start : start + nbytes], bool(fixed))
+            for start, nbytes, fixed in zip(left[::3], left[1::3], left[2::3], strict=True)
+        ]
 
     def counters(self) -> Counters:
         """Return what became of all deliveries so far."""

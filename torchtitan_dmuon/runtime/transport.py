@@ -53,18 +53,27 @@ def open_communicator(
     if mode == "gather":
         raise ValueError('communication: mode gather, the baseline, knows "c10d" only')
     found = OperatorsCommunicator(grid, device, timeout)
+    found.optional = communication == "auto"
     refusal = found.refusal()
-    if refusal is None:
-        return found
-    if communication == "operators":
+    if refusal is not None:
+        refuse(found, refusal)
+    return found
+
+
+def refuse(communicator: OperatorsCommunicator, refusal: str) -> None:
+    """Go on without the operators, if they are optional. All ranks call it alike.
+
+    Raises:
+        OperatorsRefused: they are not.
+    """
+    if not communicator.optional:
         raise OperatorsRefused(
             f'communication="operators": {refusal}; "auto" takes "c10d" where they cannot run'
         )
-    if found.rank == 0:
+    if communicator.rank == 0:
         logger.info("communication: c10d, the operators cannot run: %s", refusal)
     # Without a pool it is the communicator over c10d.
-    found.refused = refusal
-    return found
+    communicator.refused = refusal
 
 
 def uses_pool(communicator: C10dCommunicator | None) -> bool:

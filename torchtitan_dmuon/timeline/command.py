@@ -178,6 +178,10 @@ def report(figures: Sequence[dict[str, Any]]) -> str:
     lines = [f"step {first['step']} ({first['device']}), milliseconds", *_aligned(rows)]
     if len(kinds) > 1:
         lines += ["", *_aligned(kinds)]
+        if any(r["exposed"][k] > r["communication"][k] for r in shown for k in r["communication"]):
+            lines.append(
+                "exposed beyond under way: FSDP2 waits there for collectives under `other`"
+            )
     if len(figures) > len(shown):
         lines.append(f"and {len(figures) - len(shown)} more ranks (--json has all)")
     return "\n".join(lines)
