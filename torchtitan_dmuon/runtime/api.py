@@ -55,7 +55,7 @@ def clip_grad_norm_(
             for s, gradient in group.gradients.items():
                 if scale_matrices or not group.parameters[s.parameter].matrices:
                     gradient.mul_(scale)
-        for _, parameter in runtime.other_parameters():
+        for parameter in found.others:
             if isinstance(parameter.grad, DTensor):
                 parameter.grad.to_local().mul_(scale)
             elif parameter.grad is not None:

@@ -19,12 +19,14 @@ class Gradients:
         present: Owned parameters that had a gradient on some rank.
         nonfinite: Parameters with an infinity or a NaN, owned and sharded.
         spoiled: Owned parameters whose last update was not finite (`Runtime.suspects`).
+        others: Parameters without owners that have a gradient on this rank.
     """
 
     norm: float
     present: frozenset[str]
     nonfinite: tuple[str, ...]
     spoiled: tuple[str, ...] = ()
+    others: tuple[torch.nn.Parameter, ...] = ()
 
 
 @torch.profiler.record_function("dmuon agree on gradients")
@@ -69,6 +71,7 @@ def agree_on_gradients(runtime: Runtime, *, reuse: bool) -> Gradients:
         present=frozenset(n for n, v in zip(owned, values[1:], strict=False) if v),
         nonfinite=tuple(n for n, v in zip(names, values[1 + len(owned) :], strict=False) if v),
         spoiled=tuple(n for n, v in zip(owned, values[-len(owned) :], strict=True) if v),
+        others=tuple(parameter for _, parameter in others),
     )
     runtime.known_gradients = (runtime.gradient_version, result)
     return result
