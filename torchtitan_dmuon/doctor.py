@@ -139,7 +139,7 @@ def read_pool(folder: Path) -> dict[str, int]:
         ) from None
     except OSError as error:
         raise ConfigError(f"--job: {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"--job: {path} is damaged: expected bytes by part") from None
 
 

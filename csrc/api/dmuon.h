@@ -147,15 +147,16 @@ int dmuon_group_destroy(dmuon_group* group);
 /* Give the communicator and its memory up; groups first. Not collective. */
 int dmuon_close(dmuon_communicator* communicator);
 
-/* Open a communicator over POSIX shared memory of this machine. Collective.
+/* Make a communicator over POSIX shared memory of this machine, with this rank's memory. Does not
+ * wait: where there is no room, the others are told by the caller. Then dmuon_shm_attach.
  *   job: 1 to 64 letters, digits or hyphens, the same on all ranks and unique among the running
  *     communicators of this user.
- *   stop: another thread makes it other than 0 to end the opening; may be null. */
+ *   stop: another thread makes it other than 0 to end dmuon_shm_attach; may be null. Stays. */
 int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
                    dmuon_communicator** communicator);
 
-/* shm: bytes that each rank of a mesh takes of the machine's shared memory. */
-int dmuon_shm_bytes(const dmuon_mesh* mesh, uint64_t* bytes);
+/* shm: find the other ranks' memory. Collective; before it nothing but dmuon_close may be called. */
+int dmuon_shm_attach(dmuon_communicator* communicator);
 
 /* shm: dmuon_call that can be interrupted. `*paused` is 0 at first. If it is 1 afterwards, the call
  * has not ended: a signal handler may have run while it slept. The same function, with the same

@@ -1,7 +1,6 @@
 // The C functions of dmuon.h over the shm fabric.
 #include <sched.h>
 
-#include <array>
 #include <memory>
 #include <string>
 
@@ -61,39 +60,35 @@ std::vector<int> peers_of(const dmuon_mesh& mesh) {
   return peers;
 }
 
-// The mesh with what the fabric chooses where it says 0; refuses a bad one.
-dmuon_mesh completed(const dmuon_mesh& given) {
-  dmuon_mesh mesh = given;
-  if (mesh.chunk_bytes == 0) mesh.chunk_bytes = kChunkBytes;
-  if (mesh.slots == 0) mesh.slots = kShmSlots;
-  check_mesh(mesh);
-  return mesh;
-}
-
 // Lays all channels out; returns the bytes of their words, which lie before the window.
-uint64_t lay_out(WindowLayout& layout, std::array<Channel, kChannels>& channels) {
-  uint64_t bytes = 0;
+uint64_t lay_out(WindowLayout& layout, dmuon_communicator& c) {
+  uint64_t words_bytes = 0;
   for (int i = 0; i < kChannels; ++i) {
-    channels[i] = layout.channel(static_cast<Operation>(i));
-    bytes += ShmWords::bytes(channels[i]);
+    c.lanes[i].shm.channel = layout.channel(static_cast<Operation>(i));
+    words_bytes += ShmWords::bytes(c.lanes[i].shm.channel);
   }
-  return round_up(bytes, kPageBytes);
+  return round_up(words_bytes, kPageBytes);
 }
 
 void open(const std::string& job, const int32_t* stop, dmuon_communicator& c) {
   const dmuon_mesh& mesh = c.mesh;
   WindowLayout layout(mesh);
-  std::array<Channel, kChannels> channels;
-  const uint64_t words_bytes = lay_out(layout, channels);
-  for (int i = 0; i < kChannels; ++i) c.lanes[i].shm.channel = channels[i];
+  const uint64_t words_bytes = lay_out(layout, c);
   char settings[256];
   std::snprintf(settings, sizeof settings,
                 "%d nodes of %d ranks, gathers over %d nodes, %llu window bytes, chunks of %u "
                 "bytes, %d slots",
                 mesh.nodes, mesh.rails, mesh.gather_nodes,
                 static_cast<unsigned long long>(mesh.user_bytes), mesh.chunk_bytes, mesh.slots);
-  c.pool = std::make_unique<ShmPool>(job, mesh.rank, peers_of(mesh), words_bytes + layout.bytes(),
-                                     settings, mesh.timeout_seconds, stop);
+  c.pool = std::make_unique<ShmPool>(job, mesh.rank, words_bytes + layout.bytes(), settings,
+                                     mesh.timeout_seconds, stop);
+}
+
+void attach(dmuon_communicator& c) {
+  const dmuon_mesh& mesh = c.mesh;
+  c.pool->attach(peers_of(mesh));
+  WindowLayout layout(mesh);
+  const uint64_t words_bytes = lay_out(layout, c);
   uint64_t words = 0;
   for (Lane& lane : c.lanes) {
     const Channel& channel = lane.shm.channel;
@@ -212,26 +207,25 @@ int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
                    dmuon_communicator** communicator) {
   return dmuon::guarded([&] {
     auto c = std::make_unique<dmuon_communicator>();
+    c->mesh = *mesh;
+    if (c->mesh.chunk_bytes == 0) c->mesh.chunk_bytes = dmuon::kChunkBytes;
+    if (c->mesh.slots == 0) c->mesh.slots = dmuon::kShmSlots;
     dmuon::check_job(job);
-    c->mesh = dmuon::completed(*mesh);
+    dmuon::check_mesh(c->mesh);
     c->spins = dmuon::spins_for(mesh->nodes * mesh->rails);
-    try {
-      dmuon::open(job, stop, *c);
-    } catch (const dmuon::ShmTimeout& error) {
-      return dmuon::fail(DMUON_TIMEOUT, error.what());
-    }
+    dmuon::open(job, stop, *c);
     *communicator = c.release();
     return static_cast<int>(DMUON_OK);
   });
 }
 
-int dmuon_shm_bytes(const dmuon_mesh* mesh, uint64_t* bytes) {
+int dmuon_shm_attach(dmuon_communicator* communicator) {
   return dmuon::guarded([&] {
-    const dmuon_mesh completed = dmuon::completed(*mesh);
-    dmuon::WindowLayout layout(completed);
-    std::array<dmuon::Channel, dmuon::kChannels> channels;
-    const uint64_t words_bytes = dmuon::lay_out(layout, channels);
-    *bytes = dmuon::ShmPool::file_bytes(words_bytes + layout.bytes());
+    try {
+      dmuon::attach(*communicator);
+    } catch (const dmuon::ShmTimeout& error) {
+      return dmuon::fail(DMUON_TIMEOUT, error.what());
+    }
     return static_cast<int>(DMUON_OK);
   });
 }

@@ -111,21 +111,27 @@ void remove_stale() {
 
 }  // namespace
 
-uint64_t ShmPool::file_bytes(uint64_t bytes) { return kHeaderBytes + bytes; }
-
-ShmPool::ShmPool(const std::string& job, int rank, const std::vector<int>& peers, uint64_t bytes,
-                 const std::string& settings, double timeout_seconds, const int32_t* stop)
+ShmPool::ShmPool(const std::string& job, int rank, uint64_t bytes, const std::string& settings,
+                 double timeout_seconds, const int32_t* stop)
     : job_(job),
       rank_(rank),
-      bytes_(file_bytes(bytes)),
+      bytes_(kHeaderBytes + bytes),
       settings_(settings),
       timeout_(timeout_seconds),
       stop_(stop) {
-  const double deadline = now() + timeout_seconds;
   remove_stale();
   try {
     create(name_of(job, rank));
-    for (const int peer : peers) attach(peer, deadline);
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+void ShmPool::attach(const std::vector<int>& peers) {
+  const double deadline = now() + timeout_;
+  try {
+    for (const int peer : peers) attach_one(peer, deadline);
     wait_until_mapped(peers, deadline);
     if (!disagreement_.empty()) throw ShmError(disagreement_);
   } catch (...) {
@@ -219,7 +225,7 @@ void ShmPool::give_up(const std::string& awaited) const {
                    " waited " + seconds + " s for " + awaited);
 }
 
-void ShmPool::attach(int peer, double deadline) {
+void ShmPool::attach_one(int peer, double deadline) {
   const std::string name = name_of(job_, peer);
   const auto late = [&](const char* what) {
     give_up("rank " + std::to_string(peer) + " to " + what);

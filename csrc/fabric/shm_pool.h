@@ -26,21 +26,21 @@ class ShmTimeout : public std::runtime_error {
 
 class ShmPool {
  public:
-  // What a pool of `bytes` takes of the machine's shared memory.
-  static uint64_t file_bytes(uint64_t bytes);
-
   // job: 1 to 64 letters, digits or hyphens, equal on all ranks.
-  // peers: ranks whose memory this one maps, without itself; mapping is mutual.
   // bytes: of the window and everything before it but the header.
   // settings: must be equal on all ranks; named in the error if they are not.
-  // stop: another thread makes it other than 0 to end the wait; null: none does.
-  // Collective over the peers: returns when all have mapped this rank's memory. From then on the
-  // memory has no name, so it ends with the processes, however they end.
-  ShmPool(const std::string& job, int rank, const std::vector<int>& peers, uint64_t bytes,
-          const std::string& settings, double timeout_seconds, const int32_t* stop);
+  // stop: another thread makes it other than 0 to end `attach`; null: none does.
+  // Makes this rank's memory, or throws where there is no room.
+  ShmPool(const std::string& job, int rank, uint64_t bytes, const std::string& settings,
+          double timeout_seconds, const int32_t* stop);
   ~ShmPool();
   ShmPool(const ShmPool&) = delete;
   ShmPool& operator=(const ShmPool&) = delete;
+
+  // peers: ranks whose memory this one maps, without itself; mapping is mutual.
+  // Collective over the peers: returns when all have mapped this rank's memory. From then on the
+  // memory has no name, so it ends with the processes, however they end.
+  void attach(const std::vector<int>& peers);
 
   // Behind the header of a rank's segment; null if it is not mapped here.
   std::byte* memory(int rank) const;
@@ -53,7 +53,7 @@ class ShmPool {
 
   void create(const std::string& name);
   std::byte* map(int file, const std::string& name);
-  void attach(int peer, double deadline);
+  void attach_one(int peer, double deadline);
   void wait_until_mapped(const std::vector<int>& peers, double deadline);
   void nap() const;
   [[noreturn]] void give_up(const std::string& awaited) const;

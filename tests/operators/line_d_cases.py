@@ -18,7 +18,8 @@ import torchtitan_dmuon as dmuon
 from tests.runtime.harness import dedicate, full_weights, make_mesh, open_world
 from tests.runtime.models import FIXTURES
 from tests.worlds import pack
-from torchtitan_dmuon.comm import CommunicationError, shm
+from torchtitan_dmuon.comm import CommunicationError
+from torchtitan_dmuon.comm.binding import Library
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.runtime import open_pool
 from torchtitan_dmuon.runtime.copies import Copies
@@ -257,10 +258,14 @@ def arrays(mesh: tuple[int, int], communication: str) -> Any:
 def crowded(mesh: tuple[int, int], communication: str) -> Any:
     """When the pool is to be opened, rank 1 finds no room for it."""
 
-    def lack(_: object) -> str | None:
-        return "no room" if dist.get_rank() == 1 else None
+    opened = Library.open
 
-    with patch.object(shm, "lack_of_room", lack):
+    def crowded_open(self: Library, *arguments: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("rank 1: no room")
+        return opened(self, *arguments)
+
+    with patch.object(Library, "open", crowded_open):
         if communication == "auto":
             return plain(mesh, communication=communication)
         job = Job(mesh)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.operators.shm_cases import alone as _alone
-from torchtitan_dmuon.comm import CommunicationError, shm
-from torchtitan_dmuon.comm.binding import WindowMesh
+from torchtitan_dmuon.comm import CommunicationError
 from torchtitan_dmuon.comm.operators import Operators, Segment, place
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -226,19 +225,6 @@ def test_bad_meshes_are_refused(options: dict[str, object], message: str) -> Non
     """Before any memory is taken, with what was given and what is accepted."""
     with pytest.raises(ValueError, match=re.escape(message)):
         _alone(**options)
-
-
-def test_room_is_told_before_it_is_taken() -> None:
-    """A window that does not fit into the machine's shared memory is refused with what it needs on
-    all ranks together; one that fits is not."""
-
-    def mesh(window_bytes: int) -> WindowMesh:
-        return WindowMesh(2, 1, 0, 2, window_bytes, 10.0, 0, 0)
-
-    assert shm.lack_of_room(mesh(1 << 10)) is None
-    lack = shm.lack_of_room(mesh(1 << 45))
-    assert lack is not None
-    assert re.match(r"/dev/shm: 2 ranks need 33,554,43\d\.\d MiB each, .* MiB are free", lack)
 
 
 @pytest.mark.parametrize("job", ["", "a/b", "a" * 65, "a\0b", "a\n", b"a", None])

@@ -175,16 +175,6 @@ class Library:
             raise ValueError(text)
         raise OSError(text) if code == _SYSTEM else CommunicationError(text)
 
-    def mesh_bytes(self, name: str, mesh: WindowMesh) -> int:
-        """Ask a function for bytes of a mesh.
-
-        Raises:
-            ValueError: a bad mesh.
-        """
-        found = ctypes.c_uint64()
-        self.call(name, ctypes.byref(_to_c(mesh)), ctypes.byref(found))
-        return found.value
-
     def open(self, mesh: WindowMesh, *arguments: Any) -> ctypes.c_void_p:
         """Open a communicator with the library's opener; return its handle. Collective.
 

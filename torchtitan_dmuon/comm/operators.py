@@ -33,14 +33,7 @@ from torchtitan_dmuon.comm.streams import (
     mark,
     open_stream,
 )
-from torchtitan_dmuon.comm.window import (
-    PUBLISH,
-    Operation,
-    Window,
-    WindowGroup,
-    WindowRefused,
-    gather_objects,
-)
+from torchtitan_dmuon.comm.window import PUBLISH, Operation, Window, WindowGroup
 from torchtitan_dmuon.native.segments import (
     ALIGNMENT,
     Segment,
@@ -249,21 +242,17 @@ class Operators:
             timeout: Longest wait for another rank.
             chunk_bytes: Of a chunk; 0: the fabric's own.
             slots: Of a ring; 0: the fabric's own.
-            group: Of all ranks, in their order. With it they compare what room there is first; a
-                rank that finds none alone leaves the others waiting for it.
+            group: Of all ranks, in their order. With it every rank tells the others whether there
+                was room for its memory; without, who finds none leaves them waiting.
 
         Raises:
             ValueError: a bad argument.
-            WindowRefused: with a group: no room for all of them.
+            WindowRefused: with a group: no room for one of them.
             OSError: no room, or ranks disagree about the arguments.
             CommunicationError: a rank did not come.
         """
         mesh = _mesh(nodes, rails, rank, gather_nodes, window_bytes, timeout, chunk_bytes, slots)
-        if group is not None:
-            for other, lack in enumerate(gather_objects(group, shm.lack_of_room(mesh))):
-                if lack is not None:
-                    raise WindowRefused(f"rank {other}: {lack}")
-        window = shm.open_window(job, mesh)
+        window = shm.open_window(job, mesh, group)
         return cls(window, shm.memory(window))
 
     @classmethod

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import threading
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from torchtitan_dmuon.comm.binding import CMesh, CShmWait, Library, WindowMesh
-from torchtitan_dmuon.comm.window import Window
+from torchtitan_dmuon.comm.binding import CShmWait, Library, WindowMesh
+from torchtitan_dmuon.comm.window import Window, WindowRefused, gather_objects
 from torchtitan_dmuon.native import build
 
 _P, _INT = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
 _MORE: dict[str, list[Any]] = {
-    "dmuon_shm_bytes": [ctypes.POINTER(CMesh), ctypes.POINTER(ctypes.c_uint64)],
+    "dmuon_shm_attach": [_P],
     "dmuon_shm_call": [_P, ctypes.c_uint64, ctypes.c_uint64, _INT],
     "dmuon_shm_give_up": [_P],
     "dmuon_shm_publish_wait": [
@@ -29,7 +29,6 @@ _MORE: dict[str, list[Any]] = {
     ],
 }
 _STOP_SECONDS = 10.0
-_FOLDER, _MIB = "/dev/shm", 2**20
 
 _SOURCES = (
     "api/shm_api.cpp",
@@ -57,25 +56,7 @@ def prepare() -> None:
     _library()
 
 
-def lack_of_room(mesh: WindowMesh) -> str | None:
-    """Say that this machine's shared memory has no room for a window on all ranks of a mesh.
-
-    Raises:
-        ValueError: a bad mesh.
-    """
-    mine = _library().mesh_bytes("dmuon_shm_bytes", mesh)
-    ranks = mesh.nodes * mesh.rails
-    space = os.statvfs(_FOLDER)
-    free = space.f_bavail * space.f_frsize
-    if mine * ranks <= free:
-        return None
-    return (
-        f"{_FOLDER}: {ranks} ranks need {mine / _MIB:,.1f} MiB each, {free / _MIB:,.1f} MiB are "
-        f"free in all; give it more (docker run --shm-size, mount -o remount,size=... {_FOLDER})"
-    )
-
-
-def open_window(job: str, mesh: WindowMesh) -> Window:
+def open_window(job: str, mesh: WindowMesh, group: dist.ProcessGroup | None = None) -> Window:
     """Open a window between processes of this machine and user. Collective.
 
     The memory has no name once this returned, so it ends with its processes however they end.
@@ -84,25 +65,49 @@ def open_window(job: str, mesh: WindowMesh) -> Window:
         job: 1 to 64 letters, digits or hyphens, the same on all ranks; no other running job of
             this user may have it.
         mesh: The same on all ranks, but for `rank`.
+        group: Of all ranks, in their order. With it every rank tells the others whether there was
+            room for its memory; without, who finds none leaves them waiting.
 
     Raises:
         NativeError: the library cannot be compiled.
         ValueError: a bad job or mesh.
+        WindowRefused: with a group: no room in /dev/shm for one of them.
         OSError: no room in /dev/shm, or ranks disagree about the mesh.
         CommunicationError: a rank did not come within the mesh's time limit.
     """
     if not isinstance(job, str) or not re.fullmatch("[A-Za-z0-9-]{1,64}", job):
         raise ValueError(f"job {job!r}: expected 1 to 64 letters, digits or hyphens")
     library = _library()
-    stop, ended = ctypes.c_int32(0), threading.Event()
-    opened: list[Window | BaseException] = []
+    stop = ctypes.c_int32(0)
+    handle: ctypes.c_void_p | None = None
+    lack = ""
+    try:
+        handle = library.open(mesh, job.encode(), ctypes.byref(stop))
+    except OSError as error:
+        if group is None:
+            raise
+        lack = str(error)
+    lacks = [lack] if group is None else gather_objects(group, lack)
+    first = next((text for text in lacks if text), "")
+    if first:
+        if handle is not None:
+            library.call("dmuon_close", handle)
+        raise WindowRefused(first)
+    assert handle is not None
+    _attach(library, handle, stop)
+    return Window(library, handle, mesh)
+
+
+def _attach(library: Library, handle: ctypes.c_void_p, stop: ctypes.c_int32) -> None:
+    """Find the other ranks' memory; give the own up if that fails."""
+    ended = threading.Event()
+    failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            handle = library.open(mesh, job.encode(), ctypes.byref(stop))
-            opened.append(Window(library, handle, mesh))
+            library.call("dmuon_shm_attach", handle)
         except BaseException as error:
-            opened.append(error)
+            failed.append(error)
         ended.set()
 
     # In a thread of its own: a signal's handler could not run while the caller's waits in C.
@@ -113,12 +118,13 @@ def open_window(job: str, mesh: WindowMesh) -> Window:
     except BaseException:
         stop.value = 1
         thread.join(_STOP_SECONDS)
+        if not thread.is_alive():
+            library.call("dmuon_close", handle)
         raise
     thread.join()
-    window = opened.pop()
-    if isinstance(window, BaseException):
-        raise window
-    return window
+    if failed:
+        library.call("dmuon_close", handle)
+        raise failed[0]
 
 
 def memory(window: Window) -> torch.Tensor:
