@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from collections import Counter
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.c10d import C10dCommunicator
+from torchtitan_dmuon.comm.c10d import C10dCommunicator, local_ranks
 from torchtitan_dmuon.comm.communicator import Run
 from torchtitan_dmuon.comm.operators import Operators
 from torchtitan_dmuon.comm.streams import Event
@@ -61,7 +60,7 @@ class OperatorsCommunicator(C10dCommunicator):
             raise ValueError(f"device {device}: the operators move CPU and CUDA tensors only")
         columns = len(ranks[0])
         if ranks_per_node is None:
-            ranks_per_node = columns if device.type == "cpu" else _local_ranks()
+            ranks_per_node = columns if device.type == "cpu" else local_ranks()
         span = columns if columns > 1 else len(ranks)
         if ranks_per_node < 1 or span % ranks_per_node:
             raise ValueError(
@@ -277,8 +276,3 @@ def lack_of(device: torch.device) -> str | None:
     except (NativeError, OSError) as error:
         return str(error)
     return None
-
-
-def _local_ranks() -> int:
-    """Ranks of this job on this machine, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
