@@ -42,6 +42,7 @@ STEPS = 2
 LAYERS = len(Blocks().layers)
 BYTES = 4 * NUMEL
 MESHES = [(1, 2), (1, 4), (2, 2), (4, 1), (2, 4)]
+SCALARS = {"gather_scalars", "broadcast_scalars"}
 # (name, arguments of dedicate_params, of Muon, micro-batches, whether all but the last defer)
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "zero3": ({}, {}, 1, False),
@@ -80,19 +81,28 @@ def _wrapped(log: list[tuple[str, str, int, int, bool]], phase: list[str]) -> It
 
     def wrap(name: str, tensor_at: int) -> None:
         saved[name] = original = getattr(dist, name)
+        group_at = 3 if name == "gather" else 2
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group", args[2] if len(args) > 2 else None)
+            group = kwargs.get("group", args[group_at] if len(args) > group_at else None)
             tensor = args[tensor_at]
             members = dist.get_process_group_ranks(group)
             rooted = name in ("broadcast", "reduce") and args[1] == dist.get_rank()
             size = tensor.numel() * tensor.element_size()
-            log.append((phase[0], name, size, len(members), rooted))
+            # Of what owners exchange, scalars alone are float64: they go to one rank and back.
+            scalars = "_scalars" if tensor.dtype == torch.float64 else ""
+            log.append((phase[0], name + scalars, size, len(members), rooted))
             return original(*args, **kwargs)
 
         setattr(dist, name, counted)
 
-    for name in ("broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in (
+        "broadcast",
+        "reduce",
+        "gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):
         wrap(name, 0)
     for name in ("all_reduce", "all_gather"):
         wrap(name, 1 if name == "all_gather" else 0)
@@ -236,11 +246,11 @@ def test_collectives_underneath_carry_the_same_bytes(mesh: tuple[int, int], sett
             if not root:
                 sent[name] += size
         if chosen() == "operators":
-            assert set(sent) <= {"all_reduce"}
+            assert set(sent) <= SCALARS
             continue
         assert sent["broadcast"] == log.moved("gather") + log.moved("publish")
         assert sent["reduce"] == log.moved("reduce")
-        assert set(sent) <= {"broadcast", "reduce", "all_reduce"}
+        assert set(sent) <= {"broadcast", "reduce"} | SCALARS
 
 
 @each_run
@@ -251,7 +261,8 @@ def test_the_step_moves_scalars_and_publishes_only(mesh: tuple[int, int], settin
         for step in range(STEPS):
             clip = [call[1:3] for call in log.calls if call[0] == f"{step} clip"]
             # Norm, presence, finiteness, and whether the last update was finite, in float64.
-            assert clip == [("all_reduce", 8 * (1 + 3 * LAYERS))]
+            scalars = 8 * (1 + 3 * LAYERS)
+            assert clip == [("gather_scalars", scalars), ("broadcast_scalars", scalars)]
             during = [call for call in log.calls if call[0] == f"{step} step"]
             names = {call[1] for call in during}
             assert names == ({"broadcast"} if during and rows > 1 else set())
@@ -332,7 +343,8 @@ def _with_rest(mesh: tuple[int, int]) -> list[tuple[str, str, int, int, bool]]:
 
 @each_communication_at_length
 def test_sharded_parameters_add_no_traffic_to_the_step() -> None:
-    """With embedding and head on fully_shard: one all-reduce of scalars, and the publishes."""
+    """With embedding and head on fully_shard: one exchange of scalars, and the publishes."""
     for calls in run_world(4, _with_rest, (2, 2)):
-        assert Counter(call[1] for call in calls)["all_reduce"] == 2
-        assert {call[1] for call in calls} <= {"all_reduce", "broadcast"}
+        counts = Counter(call[1] for call in calls)
+        assert [counts[name] for name in sorted(SCALARS)] == [2, 2]
+        assert set(counts) <= {"broadcast"} | SCALARS

@@ -168,9 +168,26 @@ class C10dCommunicator(Communicator):
 
     def exchange(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         self.traffic.add("exchange", "scalars", values.numel() * values.element_size())
+        group = self._groups["exchange"]
         with self._named("exchange", self._all_ranks):
-            op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            dist.all_reduce(values, op, group=self._groups["exchange"])
+            if dist.get_backend(group) == "gloo":
+                self._exchange_at_root(values, maximum)
+            else:
+                op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+                dist.all_reduce(values, op, group=group)
+
+    def _exchange_at_root(self, values: torch.Tensor, maximum: bool) -> None:
+        """One rank adds up and tells all: two turns in place of the 2 (n - 1) of gloo's ring, which
+        for a few numbers are all the time that it takes."""
+        root, group = self._all_ranks[0], self._groups["exchange"]
+        every = None
+        if self.rank == 0:
+            every = list(values.new_empty(self.mesh.size, *values.shape).unbind())
+        dist.gather(values, every, root, group)
+        if every is not None:
+            stacked = torch.stack(every)
+            values.copy_(stacked.amax(0) if maximum else stacked.sum(0))
+        dist.broadcast(values, root, group)
 
     def collect(self, values: torch.Tensor) -> torch.Tensor:
         result = [torch.empty_like(values) for _ in self._all_ranks]
