@@ -224,3 +224,51 @@ def _momenta(optimizer: dmuon.Muon, parameter: nn.Parameter, before: list[torch.
 @pytest.mark.parametrize("world", [(1, 1), (1, 2), (1, 3), (2, 2)])
 def test_a_matrix_without_gradient_is_left_alone(world: tuple[int, int]) -> None:
     run_world(world[0] * world[1], miss_gradient, world, timeout_seconds=50)
+
+
+class Wide(nn.Module):
+    """One layer whose matrix and head are normed in several parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(257, 301, bias=False)])
+        self.head = nn.Linear(301, 211, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](x))
+
+
+def _norm_of(scale: float, bad: tuple[str, int, float] | None = None) -> tuple[Any, Any]:
+    """Return `clip_grad_norm_`'s norm, and the one from all gradients in float64."""
+    torch.manual_seed(0)
+    model = Wide()
+    dmuon.dedicate_params(model, None, cost="model", small_matrix_numel=1)
+    parameters = dict(model.named_parameters())
+    gradients = {name: torch.randn(p.shape) * scale for name, p in parameters.items()}
+    if bad is not None:
+        name, element, value = bad
+        gradients[name].view(-1)[element] = value
+    x = torch.zeros(1, 257)
+    out = model(x).sum()
+    for name, gradient in gradients.items():
+        parameters[name].register_hook(lambda _, g=gradient: g.clone())
+    out.backward()
+    exact = torch.cat([g.double().view(-1) for g in gradients.values()]).norm()
+    return dmuon.clip_grad_norm_(model, float("inf")), exact
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e34])
+def test_the_norm_of_large_matrices_is_float64s(scale: float) -> None:
+    """Squares of the smallest and largest of these leave float32."""
+    found, exact = _norm_of(scale)
+    assert float(found) == float(exact.float())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("element", [0, 40_000, -1], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("name", ["layers.0.weight", "head.weight"])
+def test_a_bad_value_anywhere_in_a_large_matrix_is_found(
+    name: str, element: int, value: float
+) -> None:
+    found, _ = _norm_of(1.0, (name, element, value))
+    assert not torch.isfinite(found)

@@ -80,6 +80,11 @@ def per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     Raises:
         ValueError: an unknown name, neither three numbers nor a list of such, or no step.
     """
+    return _per_step(as_tuples(coefficients), steps)
+
+
+@cache
+def _per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     if steps < 1:
         raise ValueError(f"ns_steps: expected a whole number of at least 1, got {steps}")
     if isinstance(coefficients, str):
@@ -99,9 +104,6 @@ def per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
         )
     rows = [(float(a), float(b), float(c)) for a, b, c in table]
     return tuple(rows[min(i, len(rows) - 1)] for i in range(steps))
-
-
-_per_step = cache(per_step)
 
 
 def newton_schulz(
@@ -147,7 +149,7 @@ def newton_schulz(
         raise ValueError(f"eps: expected a number > 0, got {eps}")
     if not matrix.numel():
         return matrix.to(dtype)
-    table: tuple[Triple, ...] = _per_step(as_tuples(coefficients), steps)
+    table = per_step(coefficients, steps)
     rows, columns = matrix.shape[-2:]
     x = _normalized(matrix, eps).to(dtype)
     if matrix.ndim > 3:
@@ -157,9 +159,11 @@ def newton_schulz(
     products = _PLAIN if few else _CHOSEN
     if uses_gram(rows, columns, method, steps=steps):
         starts = default_restarts(dtype) if restarts is None else restarts
-        wide = _gram(wide, table, frozenset(starts), products)
-    else:
-        wide = _standard(wide, table, products)
+        x, factor = _gram(wide, table, frozenset(starts), products)
+        # Both ways give a row-major result, which is what it is added to. The factor is symmetric.
+        result = products.general(x.mT, factor) if rows > columns else products.general(factor, x)
+        return result.reshape(matrix.shape)
+    wide = _standard(wide, table, products)
     return (wide.mT if rows > columns else wide).reshape(matrix.shape)
 
 
@@ -196,8 +200,10 @@ def _standard(x: torch.Tensor, table: Sequence[Triple], products: _Products) -> 
 
 def _gram(
     x: torch.Tensor, table: Sequence[Triple], restarts: frozenset[int], products: _Products
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Iterate on R = X X^T. Invariant: after the steps since the last restart, X_now = factor x.
+
+    Returns x and the factor of the last steps.
 
     All that is multiplied here are polynomials of one R: they commute and are symmetric, so that
     symmetric products may be used (C.3).
@@ -219,7 +225,7 @@ def _gram(
             half = symmetric(gram, z, gram, beta=a)
             gram = symmetric(z, half, half, beta=a)
     assert factor is not None  # there is at least one step
-    return general(factor, x)
+    return x, factor
 
 
 @cache

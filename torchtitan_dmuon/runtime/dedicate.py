@@ -44,7 +44,7 @@ from torchtitan_dmuon.runtime.select import (
     find_layers,
     select,
 )
-from torchtitan_dmuon.runtime.site import Site, make_site, sites_of
+from torchtitan_dmuon.runtime.site import Site, each_site, make_site, sites_of
 from torchtitan_dmuon.runtime.transport import (
     Communication,
     Mode,
@@ -257,12 +257,13 @@ def runtime_of(model: nn.Module) -> Runtime:
     Raises:
         ValueError: it was not called on it.
     """
-    sites = sites_of(model)
-    if not sites:
+    # All have the same; the first is soon found.
+    site = next(each_site(model), None)
+    if site is None:
         raise ValueError(
             f"{type(model).__name__} has no owned parameters: call dedicate_params first"
         )
-    runtime = sites[0].runtime
+    runtime = site.runtime
     assert isinstance(runtime, Runtime)
     return runtime
 

@@ -379,7 +379,7 @@ class Group(ABC):
         if not trainable:
             return None
         packed = self._gradient_memory(sync)
-        for index in trainable:
+        for index in trainable if self._unsynced is not None else list(copied):
             entry = self.parameters[index]
             place = part(packed, self.layout.offsets[index], entry.numel)
             if index in copied:

@@ -165,14 +165,21 @@ def make_site(module: nn.Module, site: Site) -> None:
 
 
 def sites_of(module: nn.Module) -> list[Site]:
-    """Return the sites in a module and its children, in module order.
+    """Return the sites in a module and its children, in module order; raises as `each_site`."""
+    return list(each_site(module))
+
+
+def each_site(module: nn.Module) -> Iterator[Site]:
+    """Yield the sites in a module and its children, in module order.
 
     Raises:
         TypeError: it is not a module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected the model, an nn.Module, got {type(module).__name__}")
-    return [m._dmuon_site for m in module.modules() if isinstance(m, DedicatedModule)]
+    for child in module.modules():
+        if isinstance(child, DedicatedModule):
+            yield child._dmuon_site
 
 
 def canonical_name(name: str) -> str:
