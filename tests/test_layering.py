@@ -37,7 +37,7 @@ LEVELS = [
         "optim.matrix_step",
         "optim.options",
     },
-    {"comm.communicator", "comm.binding", "optim.replay"},
+    {"comm.communicator", "comm.binding", "comm.ranks", "optim.replay"},
     {"comm", "optim.algorithms"},
     {
         "comm.c10d",

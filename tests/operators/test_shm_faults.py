@@ -12,15 +12,18 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.operators import shm_cases as cases
 from tests.operators.shm_cases import alone as _alone
 from tests.operators.shm_cases import job_name, my_rank
 from tests.worlds import World, run_world
 from torchtitan_dmuon.comm import CommunicationError
+from torchtitan_dmuon.comm.binding import Library
 from torchtitan_dmuon.comm.operators import Operators, Segment
 from torchtitan_dmuon.comm.window import Operation
 
@@ -36,6 +39,45 @@ def _names(job: str) -> list[str]:
 
 
 # -- opening --------------------------------------------------------------------------------------
+
+
+def _lost_in_the_opening(job: str, victim: int, made: bool) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+    if my_rank() == victim:
+        opening = Library.open
+
+        def die(*args: Any) -> None:
+            if made:
+                opening(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Library.open = die  # type: ignore[assignment]
+    with pytest.raises(CommunicationError) as error:
+        Operators.shm(
+            job,
+            nodes=3,
+            rails=1,
+            rank=my_rank(),
+            window_bytes=1 << 16,
+            timeout=timedelta(seconds=LIMIT),
+            group=dist.group.WORLD,
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before its memory is made", "after"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_before_it_has_told_of_its_memory_leaves_nothing(
+    victim: int, made: bool
+) -> None:
+    """What the others have made has names yet, which end with the error that names the opening."""
+    job = job_name()
+    texts = World(3, _lost_in_the_opening, job, victim, made).survivors(victim, 30)
+    assert len(texts) == 2
+    assert all(
+        re.match(r"dmuon opening of the pool \(rank \d among ranks 0-2\): ", t) for t in texts
+    )
+    assert _names(job) == []
 
 
 def test_too_large_a_window_is_an_error() -> None:

@@ -8,6 +8,7 @@ operators twice before the pool is opened, and twice in it.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import torchtitan_dmuon as dmuon
+from tests import worlds
 from tests.runtime.autograd_call_cases import Asides
 from tests.runtime.autograd_cases import CASES
-from tests.runtime.communication import chosen, each_communication_at_length, run_world
+from tests.runtime.communication import (
+    chosen,
+    each_communication,
+    each_communication_at_length,
+    run_world,
+)
 from tests.runtime.heads import as_lists, as_tensors, full_weights
 from tests.runtime.plain import (
     WIDTH,
@@ -172,6 +179,36 @@ def test_unfrozen_parameters_train_once_they_are_added_to_the_optimizer() -> Non
     for lists in run_world(2, unfreeze, (1, 2), timeout_seconds=30):
         for name, weight in as_tensors(lists).items():
             torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def freeze_midway(shape: tuple[int, int]) -> dict[str, list[Any]]:
+    mesh = open_world(shape) if shape != (1, 1) else None
+    torch.manual_seed(0)
+    model = Stack()
+    dedicate(model, mesh)
+    optimizer = dmuon.Muon(model, lr=0.02, ns_dtype=torch.float32)
+    late = [p for n, p in model.named_parameters() if n.startswith("layers.1.")]
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            # One of its parameters at first, then the whole layer.
+            for parameter in late[: 1 if step == 1 else None]:
+                parameter.requires_grad_(micro < 2)
+            with nullcontext() if micro == 2 else dmuon.no_sync(model):
+                model(Run(model, 0, True, 3 * step + micro).x()).pow(2).mean().backward()
+        optimizer.step()
+    return as_lists(full_weights(model))
+
+
+@each_communication
+@pytest.mark.timeout(60, func_only=True)
+def test_what_a_parameter_got_before_it_was_frozen_is_summed() -> None:
+    """As `.grad` keeps it in one process. Frozen between micro-batches under no_sync."""
+    alone = as_tensors(worlds.run_world(1, freeze_midway, (1, 1))[0])
+    for shape in ((1, 2), (2, 1)):
+        for lists in run_world(2, freeze_midway, shape, timeout_seconds=30):
+            for name, weight in as_tensors(lists).items():
+                torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 # Every case on two ranks, every second chunk on four too, unless there is time for all.

@@ -12,6 +12,7 @@ from tests.runtime.communication import each_communication, run_world
 from tests.runtime.heads import full_weights
 from tests.runtime.plain import Run, Stack, dedicate, open_world
 from tests.worlds import RankFailed
+from torchtitan_dmuon.comm.c10d import C10dCommunicator
 
 
 def train(mesh: DeviceMesh, replicate: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
@@ -52,6 +53,23 @@ def test_a_mesh_may_be_a_part_of_the_world_in_any_order() -> None:
     """Two models on two ranks each, one of them with its ranks in descending order."""
     results = run_world(4, any_ranks, timeout_seconds=55)
     assert results[3] == results[1] and results[0] == results[2] and results[0] != results[1]
+
+
+def told(grid: list[list[int]]) -> tuple[list[float], list[float]]:
+    dist.init_process_group("gloo")
+    communicator = C10dCommunicator(grid, torch.device("cpu"), None)
+    mine = torch.tensor([float(dist.get_rank())])
+    return communicator.collect(mine)[:, 0].tolist(), communicator.collect_column(mine)[
+        :, 0
+    ].tolist()
+
+
+def test_what_ranks_tell_is_in_the_order_of_the_mesh() -> None:
+    """Process groups sort their ranks; errors name ranks by these positions."""
+    grid = [[3, 1], [0, 2]]
+    for rank, (every, column) in enumerate(run_world(4, told, grid, timeout_seconds=30)):
+        assert every == [3, 1, 0, 2]
+        assert column == ([3, 0] if rank in (0, 3) else [1, 2])
 
 
 def outside() -> None:

@@ -6,7 +6,6 @@ reduction, column publish, and one over all ranks for scalars. An axis of one ra
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from torchtitan_dmuon.comm.communicator import Communicator, Run
+from torchtitan_dmuon.comm.ranks import brief, in_order_of, local_ranks
 from torchtitan_dmuon.comm.streams import CommunicationError, Event, Stream, open_stream
 from torchtitan_dmuon.ownership import OwnerMesh
 
@@ -193,7 +193,7 @@ class C10dCommunicator(Communicator):
         result = [torch.empty_like(values) for _ in self._all_ranks]
         with self._named("collect", self._all_ranks):
             dist.all_gather(result, values, group=self._groups["exchange"])
-        return torch.stack(result)
+        return torch.stack(in_order_of(self._all_ranks, result))
 
     def digests(self, digest: int) -> list[int]:
         """Return the 63 bits or fewer that each rank of the mesh gives. Collective."""
@@ -219,7 +219,7 @@ class C10dCommunicator(Communicator):
         # The publish group, whose stream the caller has waited for.
         with self._named("collect", self._column_ranks):
             dist.all_gather(result, values, group=self._groups["publish"])
-        return torch.stack(result)
+        return torch.stack(in_order_of(self._column_ranks, result))
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -282,7 +282,7 @@ class C10dCommunicator(Communicator):
         return self._streams[name].submit(self._where(name, label, ranks), work, after)
 
     def _where(self, name: str, label: str, ranks: Sequence[int]) -> str:
-        return f"dmuon {name} of {label} (rank {self._all_ranks[self.rank]} among {_brief(ranks)})"
+        return f"dmuon {name} of {label} (rank {self._all_ranks[self.rank]} among {brief(ranks)})"
 
     @contextmanager
     def _named(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -300,16 +300,3 @@ def _in_one_launch(group: dist.ProcessGroup) -> bool:
     if dist.get_backend(group) != "nccl":
         return False
     return len({rank // local_ranks() for rank in dist.get_process_group_ranks(group)}) == 1
-
-
-def local_ranks() -> int:
-    """Ranks of this job on this machine, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-
-
-def _brief(ranks: Sequence[int]) -> str:
-    """`ranks 0-3`, or a list that names at most eight."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (", ..." if len(ranks) > 8 else "")

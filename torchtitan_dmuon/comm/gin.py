@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm.binding import Library, WindowMesh
-from torchtitan_dmuon.comm.window import Window, WindowRefused, gather_objects
+from torchtitan_dmuon.comm.ranks import gather_objects
+from torchtitan_dmuon.comm.window import Window, WindowRefused
 from torchtitan_dmuon.native import NativeError
 from torchtitan_dmuon.native.cuda import build_gin, check_nccl, find_nccl
 
@@ -143,7 +144,7 @@ def _check_networks(group: dist.ProcessGroup, own: tuple[int, int] | str) -> Non
         group: Of the window's ranks.
         own: Contexts and connections of this rank, or why it has none.
     """
-    networks = gather_objects(group, own)
+    networks = gather_objects(group, own, "opening of the pool")
     for rank, network in enumerate(networks):
         if isinstance(network, str):
             raise WindowRefused(f"gin: rank {rank}: {network}")
@@ -164,11 +165,11 @@ def _check_alike(group: dist.ProcessGroup, mesh: WindowMesh, lack: str = "") -> 
             f"mesh of {mesh.nodes} x {mesh.rails} ranks and rank {mesh.rank}, expected the "
             f"process group's {size} ranks and rank {rank}"
         )
-    lacks = gather_objects(group, lack)
+    lacks = gather_objects(group, lack, "opening of the pool")
     for other, text in enumerate(lacks):
         if text:
             raise NativeError(f"gin: rank {other}: {text}")
-    all_shared = gather_objects(group, shared)
+    all_shared = gather_objects(group, shared, "opening of the pool")
     for other, values in enumerate(all_shared):
         if "error" in values:
             raise ValueError(f"gin: rank {other}: {values['error']}")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from torchtitan_dmuon.comm import gin, shm
-from torchtitan_dmuon.comm.c10d import C10dCommunicator, local_ranks
+from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.communicator import Run
 from torchtitan_dmuon.comm.operators import Operators
+from torchtitan_dmuon.comm.ranks import brief, gather_objects, in_order_of, local_ranks
 from torchtitan_dmuon.comm.streams import Event
 from torchtitan_dmuon.comm.window import Operation, WindowGroup
 from torchtitan_dmuon.native.build import NativeError
@@ -106,10 +106,9 @@ class OperatorsCommunicator(C10dCommunicator):
             exchange = self._groups["exchange"]
             self.operators = Operators.gin(self.device, exchange, timeout=self._timeout, **mesh)
         else:
-            names, group = [secrets.token_hex(8)], None
-            if self.mesh.size > 1:
-                group = self._groups["exchange"]
-                dist.broadcast_object_list(names, self._all_ranks[0], group)
+            names, group = [secrets.token_hex(8)], self._groups.get("exchange")
+            if group is not None:
+                names = gather_objects(group, names[0], "opening of the pool")
             self.operators = Operators.shm(names[0], timeout=self._timeout, group=group, **mesh)
         return self.operators.empty(window_bytes, torch.uint8)
 
@@ -119,9 +118,10 @@ class OperatorsCommunicator(C10dCommunicator):
         Collective. Every rank says what it lacks; the first that lacks something is named.
         """
         mine = (socket.gethostname(), lack_of(self.device))
-        every: list[tuple[str, str | None]] = [mine] * self.mesh.size
+        every: list[tuple[str, str | None]] = [mine]
         if self.mesh.size > 1:
-            dist.all_gather_object(every, mine, group=self._groups["exchange"])
+            told = gather_objects(self._groups["exchange"], mine, "question for the operators")
+            every = in_order_of(self._all_ranks, told)
         for rank, (_, lack) in enumerate(every):
             if lack is not None:
                 return f"rank {self._all_ranks[rank]}: {lack}"
@@ -130,6 +130,8 @@ class OperatorsCommunicator(C10dCommunicator):
             return f"CPU ranks on several machines ({', '.join(hosts)}) share no memory"
         if self.device.type == "cuda" and self.mesh.size == 1:
             return "there is one GPU, and nobody to move data to"
+        if self.device.type == "cuda" and self._all_ranks != sorted(self._all_ranks):
+            return f"the mesh has its ranks in another order than theirs ({brief(self._all_ranks)})"
         return None
 
     def exchange(self, values: torch.Tensor, *, maximum: bool = False) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm.binding import CShmWait, Library, WindowMesh
-from torchtitan_dmuon.comm.window import Window, WindowRefused, gather_objects
+from torchtitan_dmuon.comm.ranks import gather_objects
+from torchtitan_dmuon.comm.window import Window, WindowRefused
 from torchtitan_dmuon.native import build
 
 _P, _INT = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
@@ -82,17 +83,21 @@ def open_window(job: str, mesh: WindowMesh, group: dist.ProcessGroup | None = No
     handle: ctypes.c_void_p | None = None
     lack = ""
     try:
-        handle = library.open(mesh, job.encode(), ctypes.byref(stop))
-    except OSError as error:
-        if group is None:
-            raise
-        lack = str(error)
-    lacks = [lack] if group is None else gather_objects(group, lack)
-    first = next((text for text in lacks if text), "")
-    if first:
+        try:
+            handle = library.open(mesh, job.encode(), ctypes.byref(stop))
+        except OSError as error:
+            if group is None:
+                raise
+            lack = str(error)
+        lacks = [lack] if group is None else gather_objects(group, lack, "opening of the pool")
+        first = next((text for text in lacks if text), "")
+        if first:
+            raise WindowRefused(first)
+    except BaseException:
+        # Its file has a name until the others have found it.
         if handle is not None:
             library.call("dmuon_close", handle)
-        raise WindowRefused(first)
+        raise
     assert handle is not None
     _attach(library, handle, stop)
     return Window(library, handle, mesh)

@@ -7,27 +7,17 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchtitan_dmuon.comm.binding import CMemory, CShmWait, CStuck, Library, WindowMesh
 from torchtitan_dmuon.comm.streams import CommunicationError
 from torchtitan_dmuon.native.segments import Segment, extent, to_c
 
-_Shared = TypeVar("_Shared")
-
 
 class WindowRefused(OSError):
     """No window can be opened, for a reason that all its ranks agree on: all of them raise this."""
-
-
-def gather_objects(group: dist.ProcessGroup, value: _Shared) -> list[_Shared]:
-    """Return what every rank of a group gave, by rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 class Operation(IntEnum):

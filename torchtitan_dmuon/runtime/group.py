@@ -127,6 +127,7 @@ class Group(ABC):
         self.present: set[str] = set()
         self.gradients: dict[Segment, torch.Tensor] = {}
         self._unsynced: torch.Tensor | None = None
+        self._kept: frozenset[int] = frozenset()
         self._gathering: Event | None = None
         self._everything = frozenset(range(len(self.parameters)))
         # Where every parameter is always resident: one column.
@@ -334,8 +335,9 @@ class Group(ABC):
     # -- gradients ---------------------------------------------------------------------------
 
     def trainable(self) -> list[int]:
-        """Return the indices of the parameters that take gradients."""
-        return [i for i, e in enumerate(self.parameters) if e.parameter.requires_grad]
+        """Return the indices of the parameters that take gradients, or took some not yet summed."""
+        entries = enumerate(self.parameters)
+        return [i for i, e in entries if e.parameter.requires_grad or i in self._kept]
 
     def take_gradients(
         self, in_place: frozenset[int] = frozenset()
@@ -372,8 +374,7 @@ class Group(ABC):
             sync: Whether they are summed now.
 
         Returns:
-            The end of the reduction and the tensor that must stay alive until then; None if nothing
-            was sent.
+            The end of the reduction and what must live until then; None if nothing was sent.
         """
         trainable = self.trainable()
         if not trainable:
@@ -396,9 +397,9 @@ class Group(ABC):
             for index in self._everything.difference(trainable):
                 offset = self.layout.offsets[index]
                 part(packed, offset, self.parameters[index].numel).zero_()
-            self._unsynced = packed
+            self._unsynced, self._kept = packed, frozenset(trainable)
             return None
-        self._unsynced = None
+        self._unsynced, self._kept = None, frozenset()
         event = self._reduce(packed, frozenset(trainable))
         return None if event is None else (event, packed)
 
@@ -426,9 +427,8 @@ class Group(ABC):
             memory: The place, uint8.
             indices: Parameters.
         """
-        flat = memory.view(self.precision.reduce)
-        numels = [(self.layout.offsets[i], self.parameters[i].numel) for i in indices]
-        return [part(flat, offset, numel) for offset, numel in numels]
+        flat, at = memory.view(self.precision.reduce), self.layout.offsets
+        return [part(flat, at[i], self.parameters[i].numel) for i in indices]
 
     def gradient_places(self) -> dict[int, torch.Tensor]:
         """Return where gradients may be born, by parameter: in the pool, if the group's place
@@ -474,7 +474,7 @@ class Group(ABC):
         """Forget reduced and unsynchronised gradients."""
         self.gradients.clear()
         self.present.clear()
-        self._unsynced = None
+        self._unsynced, self._kept = None, frozenset()
 
     # -- after an update ---------------------------------------------------------------------
 
