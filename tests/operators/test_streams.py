@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +104,31 @@ def test_a_failure_is_kept_until_somebody_is_told() -> None:
     with pytest.raises(CommunicationError, match="gather: no route"):
         event.wait()
     assert stream.told
+
+
+def _leave_with_work(path: str) -> None:
+    """Return while a piece of work runs and another waits, with nobody holding the stream."""
+
+    def work(text: str) -> None:
+        time.sleep(0.3)
+        with open(path, "a") as file:
+            file.write(text)
+
+    stream = HostStream("leaves", 10)
+    stream.submit("first", lambda: work("first "))
+    stream.submit("second", lambda: work("second"))
+
+
+@pytest.mark.parametrize("how", ["child", "script"])
+def test_a_process_ends_when_its_work_is_done(how: str, tmp_path: Path) -> None:
+    """Others may still wait for what it sends; children of multiprocessing run no atexit."""
+    path = str(tmp_path / "done")
+    if how == "child":
+        child = multiprocessing.get_context("spawn").Process(target=_leave_with_work, args=(path,))
+        child.start()
+        child.join(50)
+        assert child.exitcode == 0
+    else:
+        code = f"from {__name__} import _leave_with_work; _leave_with_work({path!r})"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    assert Path(path).read_text() == "first second"

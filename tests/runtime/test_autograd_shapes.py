@@ -181,7 +181,7 @@ def test_unfrozen_parameters_train_once_they_are_added_to_the_optimizer() -> Non
             torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def freeze_midway(shape: tuple[int, int]) -> dict[str, list[Any]]:
+def freeze_midway(shape: tuple[int, int], defer: bool) -> dict[str, list[Any]]:
     mesh = open_world(shape) if shape != (1, 1) else None
     torch.manual_seed(0)
     model = Stack()
@@ -194,7 +194,7 @@ def freeze_midway(shape: tuple[int, int]) -> dict[str, list[Any]]:
             # One of its parameters at first, then the whole layer.
             for parameter in late[: 1 if step == 1 else None]:
                 parameter.requires_grad_(micro < 2)
-            with nullcontext() if micro == 2 else dmuon.no_sync(model):
+            with dmuon.no_sync(model) if defer and micro < 2 else nullcontext():
                 model(Run(model, 0, True, 3 * step + micro).x()).pow(2).mean().backward()
         optimizer.step()
     return as_lists(full_weights(model))
@@ -204,9 +204,9 @@ def freeze_midway(shape: tuple[int, int]) -> dict[str, list[Any]]:
 @pytest.mark.timeout(60, func_only=True)
 def test_what_a_parameter_got_before_it_was_frozen_is_summed() -> None:
     """As `.grad` keeps it in one process. Frozen between micro-batches under no_sync."""
-    alone = as_tensors(worlds.run_world(1, freeze_midway, (1, 1))[0])
-    for shape in ((1, 2), (2, 1)):
-        for lists in run_world(2, freeze_midway, shape, timeout_seconds=30):
+    alone = as_tensors(worlds.run_world(1, freeze_midway, (1, 1), False)[0])
+    for shape in ((1, 1), (1, 2), (2, 1)):
+        for lists in run_world(shape[0] * shape[1], freeze_midway, shape, True, timeout_seconds=30):
             for name, weight in as_tensors(lists).items():
                 torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6, msg=name)
 

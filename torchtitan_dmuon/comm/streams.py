@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import multiprocessing
 import os
 import queue
 import threading
@@ -20,6 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -142,6 +144,8 @@ class HostStream(Stream):
         self._thread = threading.Thread(
             target=_serve, args=(self._queue, self._progress), name=name, daemon=True
         )
+        _drain_before_the_end()
+        _SERVING.add(self._thread)
         self._thread.start()
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False
@@ -214,6 +218,7 @@ def _serve(work_queue: _Queue, progress: _Progress) -> None:
         event.finish(progress.failure)
         # The closure holds tensors: let them go before waiting for the next piece.
         del item, work, after, event
+    _SERVING.discard(threading.current_thread())
 
 
 def _named(label: str, text: str) -> str:
@@ -223,16 +228,30 @@ def _named(label: str, text: str) -> str:
 
 
 _OPEN: weakref.WeakSet[HostStream] = weakref.WeakSet()
+_SERVING: set[threading.Thread] = set()
+"""Threads of streams, of dropped ones too until what was submitted to them has run."""
+_DRAINED: set[int] = set()
+"""Processes that drain at their end."""
 
 
-def _drain_at_exit() -> None:
+def _drain_before_the_end() -> None:
+    """Have this process finish what is queued before it ends, once."""
+    if os.getpid() in _DRAINED:
+        return
+    _DRAINED.add(os.getpid())
+    if multiprocessing.parent_process() is None:
+        atexit.register(_drain)
+    else:  # a child of multiprocessing ends without what atexit has
+        Finalize(None, _drain, exitpriority=100)
+
+
+def _drain() -> None:
     # A rank that ends while others still receive from it would fail them: finish what is queued.
     deadline = time.monotonic() + 10
     for stream in list(_OPEN):
         stream.close(max(0.0, deadline - time.monotonic()))
-
-
-atexit.register(_drain_at_exit)
+    for thread in list(_SERVING):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _CudaEvent(Event):
