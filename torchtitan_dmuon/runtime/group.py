@@ -380,6 +380,7 @@ class Group(ABC):
         if not trainable:
             return None
         packed = self._gradient_memory(sync)
+        # What was born in its place and has nothing to be added to it is there already.
         for index in trainable if self._unsynced is not None else list(copied):
             entry = self.parameters[index]
             place = part(packed, self.layout.offsets[index], entry.numel)
