@@ -231,9 +231,9 @@ def _nap_in_publish(naps: Naps) -> None:
         naps.take("release")
         release(self, task)
 
-    def waiting(self: Publish, first: int, stop: int, step: int) -> None:
+    def waiting(self: Publish, *tasks: int, name: str | None = None) -> None:
         naps.take("wait")
-        wait(self, first, stop, step)
+        wait(self, *tasks, name=name)
 
     Publish.start = starting  # type: ignore[method-assign]
     Publish.release = releasing  # type: ignore[method-assign]
