@@ -28,6 +28,7 @@ from torchtitan_dmuon.bench.bounded import (
     run_parts,
     write_json,
 )
+from torchtitan_dmuon.native import cuda as native_cuda
 from torchtitan_dmuon.optim.symmetric_matmul import backends
 from torchtitan_dmuon.optim.symmetric_matmul.plain import Plain
 
@@ -72,7 +73,7 @@ def _gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "0"], "--minutes: expected a number from 4 to 60, got 0"),
+        (["--minutes", "0"], "--minutes: expected a number from 5 to 60, got 0"),
         (["--output", "x.txt"], '--output: expected a file that ends in .json, got "x.txt"'),
         (["--output", "nowhere/x.json"], "--output: no such folder: "),
         ([], "needs a CUDA GPU (found none); --rehearse runs the same parts on the CPU at toy"),
@@ -277,6 +278,32 @@ def test_verdicts_on_parts(check: ModuleType) -> None:
     assert check.judge_training(0, [11.9], 2)[0] is False
     assert check.judge_training(0, [11.9, math.nan], 2)[0] is False
     assert check.judge_training(1, [11.9, 11.8], 2)[0] is False
+    found = {"shm": {"seconds": 1.0}, "gin": {"off": "NCCL is old"}}
+    assert check.judge_libraries(found) == (True, "gin is off: NCCL is old")
+    found["loopback"] = {"failed": "no nvcc"}
+    assert check.judge_libraries(found) == (False, "loopback: no nvcc; gin is off: NCCL is old")
+
+
+def test_libraries_of_a_gpu_name_what_they_lack(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without NCCL's wheel gin is off; without a compiler the rest has failed, with the reason."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(native_cuda, "distribution", _missing)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {
+        name: check.made(make)
+        for name, make in check.libraries(Context(False, tmp_path, 60)).items()
+        if name in ("loopback", "gin")
+    }
+    assert "nvidia-nccl-cu13: not installed" in found["gin"]["off"]
+    assert "nvcc: not on PATH" in found["loopback"]["failed"]
+
+
+def _missing(name: str) -> None:
+    raise native_cuda.PackageNotFoundError(name)
 
 
 @pytest.mark.long
@@ -301,6 +328,8 @@ def test_rehearsal(tmp_path: Path, check: ModuleType) -> None:
     assert set(report) | {f"parts.*.{key}" for key in report["parts"]["csrc"]} <= set(check.KEYS)
     results = {name: entry["results"] for name, entry in report["parts"].items()}
     assert results["environment"]["doctor"]["problems"] == []
+    assert set(results["csrc"]) == {"shm", "allocator", "loopback"}
+    assert all(entry["seconds"] >= 0 for entry in results["csrc"].values())
     assert results["gpu_tests"]["counts"]["skipped"] > 0
     assert all(entry["backends"] for entry in results["backends"]["entries"])
     assert len(results["newton_schulz"]["shapes"]) == len(check.TOY_SHAPES)

@@ -25,6 +25,10 @@ _NEEDED = "the gin operators need NCCL 2.30.7 or newer, which torch 2.14.1 bring
 _LOOPBACK_SOURCES = ("api/loopback_api.cu", "core/table.cpp")
 
 
+class NcclUnfit(NativeError):
+    """NCCL is missing, or of a version that the gin operators cannot use."""
+
+
 @dataclass(frozen=True, slots=True)
 class NcclPackage:
     """An installed NCCL wheel.
@@ -70,23 +74,23 @@ def find_nccl(cuda_major: int) -> NcclPackage:
     """Return the NCCL wheel for a CUDA major version, which is the one that torch loads.
 
     Raises:
-        NativeError: it is not installed, or is incomplete.
+        NcclUnfit: it is not installed, is incomplete, or is too old.
     """
     name = f"nvidia-nccl-cu{cuda_major}"
     try:
         root = Path(str(distribution(name).locate_file("nvidia/nccl")))
     except PackageNotFoundError:
-        raise NativeError(
+        raise NcclUnfit(
             f"{name}: not installed; the gin operators need its headers and library, of the "
             "version that torch was built for"
         ) from None
     header, library = root / "include" / "nccl.h", root / "lib" / "libnccl.so.2"
     for path in (header, header.with_name("nccl_device.h"), library):
         if not path.exists():
-            raise NativeError(f"{name}: {path} is missing; {_NEEDED}")
+            raise NcclUnfit(f"{name}: {path} is missing; {_NEEDED}")
     version = header_version(header.read_text())
     if version < _OLDEST:
-        raise NativeError(f"{name}: is NCCL {_text(version)}; {_NEEDED}")
+        raise NcclUnfit(f"{name}: is NCCL {_text(version)}; {_NEEDED}")
     return NcclPackage(name, version, header.parent, library)
 
 
@@ -106,12 +110,12 @@ def header_version(text: str) -> tuple[int, int, int]:
 
 
 def check_nccl(package: NcclPackage, loaded: tuple[int, ...]) -> None:
-    """Raise NativeError unless the headers are those of the NCCL that torch has loaded.
+    """Raise NcclUnfit unless the headers are those of the NCCL that torch has loaded.
 
     What kernels read of a communicator has the layout of the headers, which changes with versions.
     """
     if tuple(loaded[:3]) != package.version:
-        raise NativeError(
+        raise NcclUnfit(
             f"{package.name}: its headers are of NCCL {_text(package.version)}, torch has loaded "
             f"NCCL {_text(loaded)}; install {package.name}=={_text(loaded)}"
         )
