@@ -72,6 +72,18 @@ inline void check_mesh(const dmuon_mesh& mesh) {
   }
 }
 
+// A rank as its job knows it, for errors.
+inline std::string named(const dmuon_mesh& mesh, int rank) {
+  return std::to_string(mesh.names == nullptr ? rank : mesh.names[rank]);
+}
+
+// Makes the names of a checked mesh the communicator's own.
+inline void keep_names(dmuon_mesh& mesh, std::vector<int32_t>& kept) {
+  if (mesh.names == nullptr) return;
+  kept.assign(mesh.names, mesh.names + mesh.nodes * mesh.rails);
+  mesh.names = kept.data();
+}
+
 // The nodes of the mesh that a channel connects: first, first + stride, ...
 struct Span {
   int first;
@@ -234,10 +246,10 @@ inline std::string describe(const dmuon_mesh& mesh, Operation operation, const s
   const int rail = mesh.rank % mesh.rails;
   const auto rank = [&](int node, int peer_rail) {
     const Span span = span_of(mesh, operation);
-    return "rank " + std::to_string((span.first + node * span.stride) * mesh.rails + peer_rail);
+    return "rank " + named(mesh, (span.first + node * span.stride) * mesh.rails + peer_rail);
   };
   const auto rank_here = [&](int peer_rail) {
-    return "rank " + std::to_string(mesh.rank - rail + peer_rail);
+    return "rank " + named(mesh, mesh.rank - rail + peer_rail);
   };
   const std::string other = stuck.peer < 0 ? "another node" : rank(stuck.peer, rail);
   std::string what;
@@ -267,7 +279,7 @@ inline std::string describe(const dmuon_mesh& mesh, Operation operation, const s
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.1f", mesh.timeout_seconds);
   std::string text = std::string(name_of(operation)) + " of " + label + ": rank " +
-                     std::to_string(mesh.rank) + " waited " + seconds + " s for " + what;
+                     named(mesh, mesh.rank) + " waited " + seconds + " s for " + what;
   if (stuck.queue >= 0) {
     text += "; queue of owner node " + std::to_string(stuck.queue) + ", chunk " +
             std::to_string(stuck.chunk);

@@ -55,6 +55,7 @@ typedef struct {
   uint32_t chunk_bytes; /* a multiple of 16; 0: the fabric's default */
   int32_t slots;        /* of every ring; 0: the fabric's default */
   double timeout_seconds; /* limit of every wait */
+  const int32_t* names; /* of all ranks, for errors; copied; NULL: their own numbers */
 } dmuon_mesh;
 
 /* Where a call stood still. */

@@ -82,6 +82,7 @@ int dmuon_gin_open(const void* id, uint64_t bytes, int32_t device, const dmuon_m
     if (c->mesh.chunk_bytes == 0) c->mesh.chunk_bytes = dmuon::kChunkBytes;
     if (c->mesh.slots == 0) c->mesh.slots = dmuon::kSlots;
     dmuon::check_mesh(c->mesh);
+    dmuon::keep_names(c->mesh, c->ranks);
     dmuon_communicator::check_versions();
     const dmuon::OnDevice here(device);
     c->open(unique);

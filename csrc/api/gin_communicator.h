@@ -65,6 +65,7 @@ class OnDevice {
 
 struct dmuon_communicator {
   dmuon_mesh mesh{};
+  std::vector<int32_t> ranks;  // mesh.names
   int device = 0;
   ncclComm_t nccl = nullptr;
   void* memory = nullptr;

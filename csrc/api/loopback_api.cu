@@ -203,6 +203,7 @@ int dmuon_loopback_open(const dmuon_mesh* mesh, dmuon_loopback** loopback) {
     if (l->mesh.chunk_bytes == 0) l->mesh.chunk_bytes = dmuon::kChunkBytes;
     if (l->mesh.slots == 0) l->mesh.slots = dmuon::kSlots;
     dmuon::check_mesh(l->mesh);
+    l->mesh.names = nullptr;  // threads have none
     dmuon::open(*l);
     *loopback = l.release();
     return DMUON_OK;

@@ -58,9 +58,8 @@ class PublishTable {
   Release release(uint64_t task, uint64_t ended) {
     if (task >= plan_.count()) refuse_task(task);
     if (own_.empty() || plan_.source_of(static_cast<uint32_t>(task)) != own_node()) {
-      refuse(where() + text_of(static_cast<uint32_t>(task)) + ": released by rank " +
-             std::to_string(mesh_.rank) + ", expected its owner, rank " +
-             std::to_string(rank_of(plan_.source_of(static_cast<uint32_t>(task)))));
+      refuse(where() + text_of(static_cast<uint32_t>(task)) + ": released by " + rank_of(own_node()) +
+             ", expected its owner, " + rank_of(plan_.source_of(static_cast<uint32_t>(task))));
     }
     const uint32_t expected = own_[released_ % own_.size()];
     if (task != expected) {
@@ -90,19 +89,18 @@ class PublishTable {
 
   std::string describe_wait(uint32_t number, uint64_t step) const {
     const int source = plan_.source_of(number);
-    return where() + "rank " + std::to_string(mesh_.rank) + " waited " + seconds() + " s for " +
-           text_of(number) + " of step " + std::to_string(step) + " from rank " +
-           std::to_string(rank_of(source)) + " (source node " + std::to_string(source) + ")";
+    return where() + rank_of(own_node()) + " waited " + seconds() + " s for " + text_of(number) +
+           " of step " + std::to_string(step) + " from " + rank_of(source) + " (source node " +
+           std::to_string(source) + ")";
   }
 
   std::string describe_stuck(const dmuon_stuck_report& stuck) const {
     if (static_cast<Wait>(stuck.wait) == Wait::flag) {
       return describe_wait(static_cast<uint32_t>(stuck.chunk), stuck.number);
     }
-    std::string text = where() + "rank " + std::to_string(mesh_.rank) + " waited " + seconds() +
-                       " s for ";
+    std::string text = where() + rank_of(own_node()) + " waited " + seconds() + " s for ";
     if (stuck.queue < 0) return text + "nothing that can be named";
-    const std::string other = stuck.peer < 0 ? "" : "rank " + std::to_string(rank_of(stuck.peer));
+    const std::string other = stuck.peer < 0 ? "" : rank_of(stuck.peer);
     switch (static_cast<Wait>(stuck.wait)) {
       case Wait::arrival:
         text += "a tile from " + other + " (arrival)";
@@ -143,9 +141,11 @@ class PublishTable {
     const Span span = span_of(mesh_, Operation::publish);
     return (mesh_.rank / mesh_.rails - span.first) / span.stride;
   }
-  int rank_of(int node) const {
+  // The rank of a node that this publish connects, for errors.
+  std::string rank_of(int node) const {
     const Span span = span_of(mesh_, Operation::publish);
-    return (span.first + node * span.stride) * mesh_.rails + mesh_.rank % mesh_.rails;
+    const int first = (span.first + node * span.stride) * mesh_.rails;
+    return "rank " + named(mesh_, first + mesh_.rank % mesh_.rails);
   }
   std::string seconds() const {
     char text[32];

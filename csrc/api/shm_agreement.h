@@ -89,6 +89,7 @@ inline std::string describe(const dmuon_mesh& mesh, const GroupTable& table, uin
   const Span span = span_of(mesh, table.operation);
   const int rank = found.on_rail ? (span.first + found.peer * span.stride) * mesh.rails + rail
                                  : mesh.rank - rail + found.peer;
+  const std::string other = "rank " + named(mesh, rank);
   const uint64_t differ = ours.what ^ found.theirs.what;
   const auto place = [](uint64_t units) { return std::to_string(units * kAlignment); };
   std::string what;
@@ -108,9 +109,8 @@ inline std::string describe(const dmuon_mesh& mesh, const GroupTable& table, uin
            " of the window, not " + place(ours.where & UINT32_MAX);
   }
   return std::string(name_of(table.operation)) + " of " + table.label + ": rank " +
-         std::to_string(mesh.rank) + " and rank " + std::to_string(rank) +
-         " disagree about call " + std::to_string(number) + ": rank " + std::to_string(rank) + " " +
-         what + "; all ranks make the same calls of an operation in the same order";
+         named(mesh, mesh.rank) + " and " + other + " disagree about call " +
+         std::to_string(number) + ": " + other + " " + what + "; all ranks make the same calls of an operation in the same order";
 }
 
 }  // namespace dmuon

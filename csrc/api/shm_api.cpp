@@ -81,7 +81,7 @@ void open(const std::string& job, const int32_t* stop, dmuon_communicator& c) {
                 mesh.nodes, mesh.rails, mesh.gather_nodes,
                 static_cast<unsigned long long>(mesh.user_bytes), mesh.chunk_bytes, mesh.slots);
   c.pool = std::make_unique<ShmPool>(job, mesh.rank, words_bytes + layout.bytes(), settings,
-                                     mesh.timeout_seconds, stop);
+                                     mesh.timeout_seconds, stop, mesh.names);
 }
 
 void attach(dmuon_communicator& c) {
@@ -191,7 +191,7 @@ void give_up(const dmuon_group& group) {
   lane.running.reset();
   lane.report = {0, -1, -1, -1, 0, lane.calls};
   lane.text = std::string(name_of(group.table.operation)) + " of " + group.table.label + ": rank " +
-              std::to_string(group.communicator->mesh.rank) + " was interrupted in call " +
+              named(group.communicator->mesh, group.communicator->mesh.rank) + " was interrupted in call " +
               std::to_string(lane.calls);
   lane.busy = false;
 }
@@ -212,6 +212,7 @@ int dmuon_shm_open(const char* job, const int32_t* stop, const dmuon_mesh* mesh,
     if (c->mesh.slots == 0) c->mesh.slots = dmuon::kShmSlots;
     dmuon::check_job(job);
     dmuon::check_mesh(c->mesh);
+    dmuon::keep_names(c->mesh, c->ranks);
     c->spins = dmuon::spins_for(mesh->nodes * mesh->rails);
     dmuon::open(job, stop, *c);
     *communicator = c.release();

@@ -58,6 +58,7 @@ class LaneUse {
 
 struct dmuon_communicator {
   dmuon_mesh mesh;
+  std::vector<int32_t> ranks;  // mesh.names
   int spins;
   std::unique_ptr<dmuon::ShmPool> pool;
   dmuon_memory memory{};

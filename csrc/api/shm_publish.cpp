@@ -44,11 +44,11 @@ int run(dmuon_publish& p, uint64_t step) {
   const Stuck stuck = driver.group(0).stuck();
   lane.report = {static_cast<int32_t>(stuck.wait), stuck.queue, stuck.peer, 0, stuck.chunk, step};
   if (p.flags.given_up) {
-    lane.text = p.table.where() + "given up by rank " + std::to_string(c.mesh.rank) + " in step " +
+    lane.text = p.table.where() + "given up by rank " + named(c.mesh, c.mesh.rank) + " in step " +
                 std::to_string(step);
   } else if (fabric.hopeless()) {
     lane.text = p.table.where() + "closed before all tasks of rank " +
-                std::to_string(c.mesh.rank) + " were released, step " + std::to_string(step);
+                named(c.mesh, c.mesh.rank) + " were released, step " + std::to_string(step);
   } else {
     lane.text = p.table.describe_stuck(lane.report);
   }

@@ -112,13 +112,14 @@ void remove_stale() {
 }  // namespace
 
 ShmPool::ShmPool(const std::string& job, int rank, uint64_t bytes, const std::string& settings,
-                 double timeout_seconds, const int32_t* stop)
+                 double timeout_seconds, const int32_t* stop, const int32_t* names)
     : job_(job),
       rank_(rank),
       bytes_(kHeaderBytes + bytes),
       settings_(settings),
       timeout_(timeout_seconds),
-      stop_(stop) {
+      stop_(stop),
+      names_(names) {
   remove_stale();
   try {
     create(name_of(job, rank));
@@ -190,7 +191,7 @@ void ShmPool::create(const std::string& name) {
   if (error != 0) {
     struct statvfs space {};
     statvfs(kFolder, &space);
-    throw ShmError(std::string(kFolder) + ": rank " + std::to_string(rank_) + " needs " +
+    throw ShmError(std::string(kFolder) + ": rank " + named(rank_) + " needs " +
                    mebibytes(static_cast<double>(bytes_), true) + ", " +
                    mebibytes(static_cast<double>(space.f_bavail * space.f_frsize), false) +
                    " are free (" + std::strerror(error) + "); ask for a smaller window, or give " +
@@ -208,6 +209,10 @@ std::byte* ShmPool::map(int file, const std::string& name) {
   return static_cast<std::byte*>(start);
 }
 
+std::string ShmPool::named(int rank) const {
+  return std::to_string(names_ == nullptr ? rank : names_[rank]);
+}
+
 // Others are being started meanwhile: nobody is in a hurry here.
 void ShmPool::nap() const {
   if (stop_ != nullptr && __atomic_load_n(stop_, __ATOMIC_RELAXED) != 0) {
@@ -221,14 +226,14 @@ void ShmPool::give_up(const std::string& awaited) const {
   if (!disagreement_.empty()) throw ShmError(disagreement_);
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.1f", timeout_);
-  throw ShmTimeout("shared memory of job " + job_ + ": rank " + std::to_string(rank_) +
+  throw ShmTimeout("shared memory of job " + job_ + ": rank " + named(rank_) +
                    " waited " + seconds + " s for " + awaited);
 }
 
 void ShmPool::attach_one(int peer, double deadline) {
   const std::string name = name_of(job_, peer);
   const auto late = [&](const char* what) {
-    give_up("rank " + std::to_string(peer) + " to " + what);
+    give_up("rank " + named(peer) + " to " + what);
   };
   for (;; nap()) {
     const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
@@ -250,8 +255,8 @@ void ShmPool::attach_one(int peer, double deadline) {
     const std::string theirs = ready ? std::string(header->settings) : std::string();
     // Only noted: whoever left now would take its name along, and the other would wait for it.
     if (ready && theirs != settings_) {
-      disagreement_ = "job " + job_ + ": rank " + std::to_string(rank_) + " has " + settings_ +
-                      ", rank " + std::to_string(peer) + " has " + theirs;
+      disagreement_ = "job " + job_ + ": rank " + named(rank_) + " has " + settings_ +
+                      ", rank " + named(peer) + " has " + theirs;
     } else if (ready) {
       mappings_.push_back({peer, map(file.get(), name)});
     }
@@ -275,7 +280,7 @@ void ShmPool::wait_until_mapped(const std::vector<int>& peers, double deadline) 
       const auto is_peer = [&](const std::atomic<int32_t>& who) { return who == peer + 1; };
       if (std::any_of(std::begin(header.who), std::end(header.who), is_peer)) continue;
       // The first few tell enough.
-      if (++count <= kNamed) missing += (count > 1 ? ", " : "") + std::to_string(peer);
+      if (++count <= kNamed) missing += (count > 1 ? ", " : "") + named(peer);
     }
     if (count > kNamed) missing += " and " + std::to_string(count - kNamed) + " more";
     give_up((count > 1 ? "ranks " : "rank ") + missing + " to map its memory");

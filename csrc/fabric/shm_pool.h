@@ -30,9 +30,10 @@ class ShmPool {
   // bytes: of the window and everything before it but the header.
   // settings: must be equal on all ranks; named in the error if they are not.
   // stop: another thread makes it other than 0 to end `attach`; null: none does.
+  // names: of all ranks, for errors; null: their own numbers.
   // Makes this rank's memory, or throws where there is no room.
   ShmPool(const std::string& job, int rank, uint64_t bytes, const std::string& settings,
-          double timeout_seconds, const int32_t* stop);
+          double timeout_seconds, const int32_t* stop, const int32_t* names);
   ~ShmPool();
   ShmPool(const ShmPool&) = delete;
   ShmPool& operator=(const ShmPool&) = delete;
@@ -55,6 +56,8 @@ class ShmPool {
   std::byte* map(int file, const std::string& name);
   void attach_one(int peer, double deadline);
   void wait_until_mapped(const std::vector<int>& peers, double deadline);
+  // A rank as its job knows it.
+  std::string named(int rank) const;
   void nap() const;
   [[noreturn]] void give_up(const std::string& awaited) const;
   void release();
@@ -65,6 +68,7 @@ class ShmPool {
   std::string settings_;
   double timeout_;
   const int32_t* stop_;
+  const int32_t* names_;
   std::string name_;  // empty once it is unlinked
   std::string disagreement_;  // with a peer's settings
   int file_ = -1;

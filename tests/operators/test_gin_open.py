@@ -199,6 +199,7 @@ def test_the_communicator_asks_for_the_gpus_of_its_mesh(monkeypatch: pytest.Monk
 
     def connect(self: C10dCommunicator, ranks: object, device: torch.device, t: object) -> None:
         self.mesh, self.rank, self.device = OwnerMesh(rows=2, columns=8), 9, device
+        self._all_ranks = [rank for row in ranks for rank in row]  # type: ignore[attr-defined]
         self._groups, self._streams = {"exchange": "all"}, {}  # type: ignore[dict-item]
 
     monkeypatch.setattr(gin, "open_window", open_window)
@@ -212,7 +213,13 @@ def test_the_communicator_asks_for_the_gpus_of_its_mesh(monkeypatch: pytest.Monk
     assert communicator.open(1000).shape == (1000,)
     assert (asked["device"], asked["group"]) == (device, "all")
     assert asked["mesh"] == WindowMesh(
-        nodes=4, rails=4, rank=9, gather_nodes=2, user_bytes=1008, timeout_seconds=1800
+        nodes=4,
+        rails=4,
+        rank=9,
+        gather_nodes=2,
+        user_bytes=1008,
+        timeout_seconds=1800,
+        names=tuple(range(16)),
     )
     communicator.exchange(torch.zeros(1))
     failed.append("gather of layer 3: rank 2 did not come")

@@ -22,9 +22,11 @@ from tests.operators import shm_cases as cases
 from tests.operators.shm_cases import alone as _alone
 from tests.operators.shm_cases import job_name, my_rank
 from tests.worlds import World, run_world
-from torchtitan_dmuon.comm import CommunicationError
+from torchtitan_dmuon.comm import CommunicationError, shm
 from torchtitan_dmuon.comm.binding import Library
+from torchtitan_dmuon.comm.communicator import Run
 from torchtitan_dmuon.comm.operators import Operators, Segment
+from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.comm.window import Operation
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -41,17 +43,27 @@ def _names(job: str) -> list[str]:
 # -- opening --------------------------------------------------------------------------------------
 
 
-def _lost_in_the_opening(job: str, victim: int, made: bool) -> str:
+def _lost_in_the_opening(job: str, victim: int, moment: str) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
     if my_rank() == victim:
-        opening = Library.open
+        opening, attaching = Library.open, shm._attach
 
-        def die(*args: Any) -> None:
-            if made:
+        def open_and_die(*args: Any) -> None:
+            if moment == "made":
                 opening(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Library.open = die  # type: ignore[assignment]
+        def attach_and_die(*args: Any) -> None:
+            attaching(*args)
+            # As if it had not come to taking the name away.
+            with (SHM / f"dmuon-{os.getuid()}-{job}-{victim}").open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if moment == "mapped":
+            shm._attach = attach_and_die
+        else:
+            Library.open = open_and_die  # type: ignore[assignment]
     with pytest.raises(CommunicationError) as error:
         Operators.shm(
             job,
@@ -65,14 +77,13 @@ def _lost_in_the_opening(job: str, victim: int, made: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("made", [False, True], ids=["before its memory is made", "after"])
+@pytest.mark.parametrize("moment", ["before its memory is made", "made", "mapped"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_before_it_has_told_of_its_memory_leaves_nothing(
-    victim: int, made: bool
-) -> None:
-    """What the others have made has names yet, which end with the error that names the opening."""
+def test_a_rank_killed_while_it_opens_leaves_nothing(victim: int, moment: str) -> None:
+    """What ranks have made has names until the end of the opening: with the error that names it
+    these end, also that of a rank whose memory the others have mapped already."""
     job = job_name()
-    texts = World(3, _lost_in_the_opening, job, victim, made).survivors(victim, 30)
+    texts = World(3, _lost_in_the_opening, job, victim, moment).survivors(victim, 30)
     assert len(texts) == 2
     assert all(
         re.match(r"dmuon opening of the pool \(rank \d among ranks 0-2\): ", t) for t in texts
@@ -98,6 +109,40 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with pytest.raises(CommunicationError, match=r"rank 0 waited 0.2 s for rank 1 to create"):
         Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, timeout=limit)
     assert _names(job) == []
+
+
+def test_ranks_are_named_as_the_job_names_them() -> None:
+    """A rank of a mesh in another order, or of a part of the job, is not known by its place."""
+    job = job_name()
+    limit = timedelta(seconds=0.2)
+    with pytest.raises(CommunicationError, match=r"rank 7 waited 0.2 s for rank 5 to create"):
+        Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, timeout=limit, names=[7, 5])
+    with pytest.raises(ValueError, match="3 names, expected 1 x 2 ranks"):
+        Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, names=[7, 5, 1])
+    assert _names(job) == []
+
+
+def _lost_on_a_permuted_mesh() -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    limit = timedelta(seconds=LIMIT)
+    communicator = OperatorsCommunicator([[2], [0], [1]], torch.device("cpu"), limit)
+    memory = communicator.open(1 << 12).view(torch.float32)
+    runs = [Run(64 * row, 64, row, 0) for row in range(3)]
+    communicator.reduce("layer", memory, runs, [], lambda: None).wait()
+    if my_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicationError) as error:
+        communicator.reduce("layer", memory, runs, [], lambda: None).wait()
+    return str(error.value)
+
+
+def test_a_lost_rank_of_a_permuted_mesh_has_its_own_number() -> None:
+    """Global rank 2 is at place 0: whoever waits for it says so, under its own number."""
+    texts = World(3, _lost_on_a_permuted_mesh).survivors(2, 30)
+    for rank, text in enumerate(texts):
+        begin = rf"dmuon reduce_scatter_v of layer \(rank {rank} among ranks 2, 0, 1\): "
+        assert re.match(begin + rf"rank {rank} waited 3\.0 s", text), text
+    assert any(re.search(r"waited 3\.0 s for .*rank 2", text) for text in texts), texts
 
 
 def _open_without_last(job: str, folder: str) -> str:

@@ -28,6 +28,7 @@ class WindowMesh:
         timeout_seconds: Longest wait of any operation for another rank.
         chunk_bytes: Size of a chunk, a multiple of 16; 0: the fabric's own.
         slots: Slots of every ring; 0: the fabric's own.
+        names: Of all ranks, for errors, as the job numbers them; none: 0, 1, ...
     """
 
     nodes: int
@@ -38,6 +39,7 @@ class WindowMesh:
     timeout_seconds: float
     chunk_bytes: int = 0
     slots: int = 0
+    names: tuple[int, ...] = ()
 
 
 class CMesh(ctypes.Structure):
@@ -52,6 +54,7 @@ class CMesh(ctypes.Structure):
         ("chunk_bytes", ctypes.c_uint32),
         ("slots", ctypes.c_int32),
         ("timeout_seconds", ctypes.c_double),
+        ("names", ctypes.POINTER(ctypes.c_int32)),
     ]
 
 
@@ -191,8 +194,9 @@ class Library:
 def _to_c(mesh: WindowMesh) -> CMesh:
     """Return a mesh for C, which checks it; only C's integers must hold its numbers."""
     values = {name: getattr(mesh, name) for name, *_ in CMesh._fields_}
+    names = values.pop("names")
     for name, kind, *_ in CMesh._fields_:
-        if kind is ctypes.c_double:
+        if kind is ctypes.c_double or name not in values:
             continue
         size = 1 << 8 * ctypes.sizeof(kind)
         least = -size // 2 if kind is ctypes.c_int32 else 0
@@ -200,4 +204,8 @@ def _to_c(mesh: WindowMesh) -> CMesh:
         if not isinstance(value, int) or not least <= value < least + size:
             expected = f"{least} to {least + size - 1}"
             raise ValueError(f"{name} is {value!r}, expected a number from {expected}")
-    return CMesh(**values)
+    if not names:
+        return CMesh(**values)
+    if len(names) != mesh.nodes * mesh.rails:
+        raise ValueError(f"{len(names)} names, expected {mesh.nodes} x {mesh.rails} ranks'")
+    return CMesh(**values, names=(ctypes.c_int32 * len(names))(*names))

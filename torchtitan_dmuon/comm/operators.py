@@ -171,6 +171,7 @@ def _mesh(
     timeout: timedelta,
     chunk_bytes: int = 0,
     slots: int = 0,
+    names: Sequence[int] = (),
 ) -> WindowMesh:
     if not isinstance(window_bytes, int) or window_bytes < 1:
         raise ValueError(f"window_bytes is {window_bytes!r}, expected a whole number from 1")
@@ -185,6 +186,7 @@ def _mesh(
         timeout_seconds=timeout.total_seconds(),
         chunk_bytes=chunk_bytes,
         slots=slots,
+        names=tuple(names),
     )
 
 
@@ -228,6 +230,7 @@ class Operators:
         chunk_bytes: int = 0,
         slots: int = 0,
         group: dist.ProcessGroup | None = None,
+        names: Sequence[int] = (),
     ) -> Operators:
         """Open a window between processes of this machine. Collective.
 
@@ -244,6 +247,7 @@ class Operators:
             slots: Of a ring; 0: the fabric's own.
             group: Of all ranks, in their order. With it every rank tells the others whether there
                 was room for its memory; without, who finds none leaves them waiting.
+            names: Of all ranks, for errors, where the job has other numbers for them.
 
         Raises:
             ValueError: a bad argument.
@@ -251,7 +255,9 @@ class Operators:
             OSError: no room, or ranks disagree about the arguments.
             CommunicationError: a rank did not come.
         """
-        mesh = _mesh(nodes, rails, rank, gather_nodes, window_bytes, timeout, chunk_bytes, slots)
+        mesh = _mesh(
+            nodes, rails, rank, gather_nodes, window_bytes, timeout, chunk_bytes, slots, names
+        )
         window = shm.open_window(job, mesh, group)
         return cls(window, shm.memory(window))
 
@@ -267,6 +273,7 @@ class Operators:
         window_bytes: int,
         gather_nodes: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        names: Sequence[int] = (),
     ) -> Operators:
         """Open a window between the GPUs of a process group, over NCCL's device API. Collective.
 
@@ -282,13 +289,14 @@ class Operators:
             window_bytes: Memory for buffers, on each rank.
             gather_nodes: Consecutive nodes that a gather spans; None: all.
             timeout: Longest wait for another rank.
+            names: Of all ranks, for errors, where the job has other numbers for them.
 
         Raises:
             NativeError: no nvcc, or no NCCL headers of the version that torch has loaded.
             ValueError: a bad mesh, or ranks that disagree about it.
             OSError: NCCL or CUDA refused; the text says what is missing.
         """
-        mesh = _mesh(nodes, rails, rank, gather_nodes, window_bytes, timeout)
+        mesh = _mesh(nodes, rails, rank, gather_nodes, window_bytes, timeout, names=names)
         window = gin.open_window(device, group, mesh)
         return cls(window, gin.memory(window, device))
 

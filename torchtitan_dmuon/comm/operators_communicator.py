@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from torchtitan_dmuon.comm.c10d import C10dCommunicator
 from torchtitan_dmuon.comm.communicator import Run
 from torchtitan_dmuon.comm.operators import Operators
 from torchtitan_dmuon.comm.ranks import brief, gather_objects, in_order_of, local_ranks
-from torchtitan_dmuon.comm.streams import Event
+from torchtitan_dmuon.comm.streams import CommunicationError, Event
 from torchtitan_dmuon.comm.window import Operation, WindowGroup
 from torchtitan_dmuon.native.build import NativeError
 from torchtitan_dmuon.native.segments import ALIGNMENT, Segment, aligned
@@ -95,12 +97,13 @@ class OperatorsCommunicator(C10dCommunicator):
             OSError: another error of the system, on this rank.
             CommunicationError: a rank did not come.
         """
-        mesh = {
+        mesh: dict[str, Any] = {
             "nodes": self.mesh.size // self._rails,
             "rails": self._rails,
             "rank": self.rank,
             "gather_nodes": max(1, self.mesh.columns // self._rails),
             "window_bytes": window_bytes,
+            "names": self._all_ranks,
         }
         if self.device.type == "cuda":
             exchange = self._groups["exchange"]
@@ -197,6 +200,15 @@ class OperatorsCommunicator(C10dCommunicator):
             then()
 
         return self._run(Operation.REDUCE_SCATTER_V, label, self._all_ranks, work, after)
+
+    @contextmanager
+    def publishing(self, label: str) -> Iterator[None]:
+        """Name the publish, this rank and its column in errors of what runs inside."""
+        try:
+            yield
+        except (CommunicationError, ValueError) as error:
+            where = self._where("publish", label, self._column_ranks)
+            raise CommunicationError(f"{where}: {error}") from error
 
     def close(self) -> None:
         if self.operators is not None:

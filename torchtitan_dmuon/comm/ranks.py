@@ -30,9 +30,14 @@ def gather_objects(group: dist.ProcessGroup, value: _Value, what: str) -> list[_
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
-        where = f"dmuon {what} (rank {dist.get_rank()} among {brief(ranks)})"
-        raise CommunicationError(f"{where}: {error}") from error
+        raise CommunicationError(f"{where(group, what)}: {error}") from error
     return values
+
+
+def where(group: dist.ProcessGroup, what: str) -> str:
+    """Name a call, this rank and a group, for errors."""
+    ranks = dist.get_process_group_ranks(group)
+    return f"dmuon {what} (rank {dist.get_rank()} among {brief(ranks)})"
 
 
 def brief(ranks: Sequence[int]) -> str:

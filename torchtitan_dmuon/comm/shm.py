@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dmuon.comm.binding import CShmWait, Library, WindowMesh
-from torchtitan_dmuon.comm.ranks import gather_objects
+from torchtitan_dmuon.comm.ranks import gather_objects, where
+from torchtitan_dmuon.comm.streams import CommunicationError
 from torchtitan_dmuon.comm.window import Window, WindowRefused
 from torchtitan_dmuon.native import build
 
@@ -30,6 +32,8 @@ _MORE: dict[str, list[Any]] = {
     ],
 }
 _STOP_SECONDS = 10.0
+_UNLOCKED_SECONDS = 0.2
+_OPENING = "opening of the pool"
 
 _SOURCES = (
     "api/shm_api.cpp",
@@ -67,7 +71,7 @@ def open_window(job: str, mesh: WindowMesh, group: dist.ProcessGroup | None = No
             this user may have it.
         mesh: The same on all ranks, but for `rank`.
         group: Of all ranks, in their order. With it every rank tells the others whether there was
-            room for its memory; without, who finds none leaves them waiting.
+            room for its memory, and that it has done; without, who finds none leaves them waiting.
 
     Raises:
         NativeError: the library cannot be compiled.
@@ -89,7 +93,7 @@ def open_window(job: str, mesh: WindowMesh, group: dist.ProcessGroup | None = No
             if group is None:
                 raise
             lack = str(error)
-        lacks = [lack] if group is None else gather_objects(group, lack, "opening of the pool")
+        lacks = [lack] if group is None else gather_objects(group, lack, _OPENING)
         first = next((text for text in lacks if text), "")
         if first:
             raise WindowRefused(first)
@@ -99,8 +103,30 @@ def open_window(job: str, mesh: WindowMesh, group: dist.ProcessGroup | None = No
             library.call("dmuon_close", handle)
         raise
     assert handle is not None
-    _attach(library, handle, stop)
+    try:
+        _attach(library, handle, stop)
+    except CommunicationError as error:
+        if group is None:
+            raise
+        raise CommunicationError(f"{where(group, _OPENING)}: {error}") from error
+    if group is not None:
+        _see_all_through(library, handle, group)
     return Window(library, handle, mesh)
+
+
+def _see_all_through(library: Library, handle: ctypes.c_void_p, group: dist.ProcessGroup) -> None:
+    """Wait until the memory of all ranks has lost its name; remove a name that a killed one left.
+
+    A rank that was killed between the others' mapping of its memory and its own end of the opening
+    could not, and the others would keep their memory, and look for nothing, as long as they live.
+    """
+    try:
+        gather_objects(group, None, _OPENING)
+    except BaseException:
+        # A process that dies gives up its connections before the lock on its file.
+        time.sleep(_UNLOCKED_SECONDS)
+        library.call("dmuon_close", handle)
+        raise
 
 
 def _attach(library: Library, handle: ctypes.c_void_p, stop: ctypes.c_int32) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torchtitan_dmuon.comm import Event
 from torchtitan_dmuon.comm.operators_communicator import OperatorsCommunicator
 from torchtitan_dmuon.comm.publish import Publish
-from torchtitan_dmuon.comm.streams import CommunicationError
 
 
 class Publisher:
@@ -51,7 +50,7 @@ class Publisher:
         self._communicator.traffic.add("publish", name, moved_bytes)
         if mine:
             self._publish.release(task)
-        return _Arrival(self._publish, task, self._round, name)
+        return _Arrival(self._communicator, self._publish, task, self._round, name)
 
     def finish(self) -> None:
         """Wait for the end of the round on this rank: nothing reads or writes its copies any more.
@@ -60,7 +59,8 @@ class Publisher:
             CommunicationError: it did not end in time.
         """
         if self._ended is not None:
-            self._ended.wait()
+            with self._communicator.publishing("weights"):
+                self._ended.wait()
             self._ended = None
 
     def abandon(self) -> None:
@@ -72,16 +72,22 @@ class Publisher:
 class _Arrival(Event):
     """A task of one round is in this rank's copy."""
 
-    __slots__ = ("_name", "_publish", "_round", "_task")
+    __slots__ = ("_communicator", "_name", "_publish", "_round", "_task")
 
-    def __init__(self, publish: Publish, task: int, number: int, name: str) -> None:
+    def __init__(
+        self,
+        communicator: OperatorsCommunicator,
+        publish: Publish,
+        task: int,
+        number: int,
+        name: str,
+    ) -> None:
+        self._communicator = communicator
         self._publish = publish
         self._task = task
         self._round = number
         self._name = name
 
     def wait(self) -> None:
-        try:
+        with self._communicator.publishing(self._name):
             self._publish.wait(self._task, self._task + 1, self._round, name=self._name)
-        except ValueError as error:
-            raise CommunicationError(f"publish of {self._name}: {error}") from error
