@@ -65,8 +65,8 @@ class Options:
     steps: int = 2000
     """Steps with naps."""
 
-    reference: int = 300
-    """Steps without naps, before, to compare the first ones with."""
+    reference: int | None = None
+    """Steps without naps, before, to compare the first ones with; None: 300, or all if fewer."""
 
     seed: int = 0
     """Of data, kinds of steps and naps."""
@@ -193,6 +193,8 @@ def main() -> int:
     """Entry point. Exit status: 0, 1 something did not hold or a rank failed, 2 bad arguments."""
     options = tyro.cli(Options, use_underscores=True)
     mesh = shape_of(options.mesh)
+    if options.reference is None:
+        options.reference = min(300, options.steps)
     problem = None
     if mesh is None or mesh == (1, 1):
         problem = f"--mesh {options.mesh}: expected rows x columns of two ranks or more, as 2x4"

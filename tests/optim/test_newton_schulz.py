@@ -286,7 +286,9 @@ def test_a_list_shorter_than_the_steps_repeats_its_last_entry() -> None:
     assert per_step("quintic", 2) == per_step(QUINTIC, 2) == per_step([QUINTIC], 2)
 
 
-@pytest.mark.parametrize("wrong", ["polar", (1.0, 2.0), [], [(1.0, 2.0)], ()], ids=str)
+@pytest.mark.parametrize(
+    "wrong", ["polar", (1.0, 2.0), [], [(1.0, 2.0)], (), 5, [(1.0, 2.0, 3.0), 5]], ids=str
+)
 def test_wrong_coefficients_are_named(wrong: Any) -> None:
     with pytest.raises(ValueError, match="ns_coefficients: expected"):
         per_step(wrong, 5)

@@ -94,11 +94,13 @@ def _per_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
                 f"three numbers per step, got {coefficients!r}"
             )
         table: Sequence[Triple] = _NAMED[coefficients]
+    elif not isinstance(coefficients, Sequence):
+        table = ()
     elif coefficients and not isinstance(coefficients[0], Sequence):
         table = [coefficients]  # type: ignore[list-item]
     else:
         table = coefficients  # type: ignore[assignment]
-    if not table or any(len(row) != 3 for row in table):
+    if not table or any(not isinstance(row, Sequence) or len(row) != 3 for row in table):
         raise ValueError(
             f"ns_coefficients: expected three numbers, or three for each step, got {coefficients!r}"
         )
