@@ -58,8 +58,9 @@ class PublishTable {
   Release release(uint64_t task, uint64_t ended) {
     if (task >= plan_.count()) refuse_task(task);
     if (own_.empty() || plan_.source_of(static_cast<uint32_t>(task)) != own_node()) {
-      refuse(where() + text_of(static_cast<uint32_t>(task)) + ": released by " + rank_of(own_node()) +
-             ", expected its owner, " + rank_of(plan_.source_of(static_cast<uint32_t>(task))));
+      refuse(where() + text_of(static_cast<uint32_t>(task)) + ": released by " +
+             rank_of(own_node()) + ", expected its owner, " +
+             rank_of(plan_.source_of(static_cast<uint32_t>(task))));
     }
     const uint32_t expected = own_[released_ % own_.size()];
     if (task != expected) {

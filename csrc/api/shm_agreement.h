@@ -110,7 +110,8 @@ inline std::string describe(const dmuon_mesh& mesh, const GroupTable& table, uin
   }
   return std::string(name_of(table.operation)) + " of " + table.label + ": rank " +
          named(mesh, mesh.rank) + " and " + other + " disagree about call " +
-         std::to_string(number) + ": " + other + " " + what + "; all ranks make the same calls of an operation in the same order";
+         std::to_string(number) + ": " + other + " " + what +
+         "; all ranks make the same calls of an operation in the same order";
 }
 
 }  // namespace dmuon

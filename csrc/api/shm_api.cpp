@@ -190,9 +190,9 @@ void give_up(const dmuon_group& group) {
   if (lane.running == nullptr) return;
   lane.running.reset();
   lane.report = {0, -1, -1, -1, 0, lane.calls};
+  const dmuon_mesh& mesh = group.communicator->mesh;
   lane.text = std::string(name_of(group.table.operation)) + " of " + group.table.label + ": rank " +
-              named(group.communicator->mesh, group.communicator->mesh.rank) + " was interrupted in call " +
-              std::to_string(lane.calls);
+              named(mesh, mesh.rank) + " was interrupted in call " + std::to_string(lane.calls);
   lane.busy = false;
 }
 

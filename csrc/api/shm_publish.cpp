@@ -47,8 +47,8 @@ int run(dmuon_publish& p, uint64_t step) {
     lane.text = p.table.where() + "given up by rank " + named(c.mesh, c.mesh.rank) + " in step " +
                 std::to_string(step);
   } else if (fabric.hopeless()) {
-    lane.text = p.table.where() + "closed before all tasks of rank " +
-                named(c.mesh, c.mesh.rank) + " were released, step " + std::to_string(step);
+    lane.text = p.table.where() + "closed before all tasks of rank " + named(c.mesh, c.mesh.rank) +
+                " were released, step " + std::to_string(step);
   } else {
     lane.text = p.table.describe_stuck(lane.report);
   }

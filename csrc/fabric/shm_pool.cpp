@@ -226,15 +226,13 @@ void ShmPool::give_up(const std::string& awaited) const {
   if (!disagreement_.empty()) throw ShmError(disagreement_);
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.1f", timeout_);
-  throw ShmTimeout("shared memory of job " + job_ + ": rank " + named(rank_) +
-                   " waited " + seconds + " s for " + awaited);
+  throw ShmTimeout("shared memory of job " + job_ + ": rank " + named(rank_) + " waited " +
+                   seconds + " s for " + awaited);
 }
 
 void ShmPool::attach_one(int peer, double deadline) {
   const std::string name = name_of(job_, peer);
-  const auto late = [&](const char* what) {
-    give_up("rank " + named(peer) + " to " + what);
-  };
+  const auto late = [&](const char* what) { give_up("rank " + named(peer) + " to " + what); };
   for (;; nap()) {
     const File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
     if (file.get() < 0 && errno != ENOENT) fail("cannot open", name);
