@@ -198,8 +198,10 @@ def main() -> int:
     problem = None
     if mesh is None or mesh == (1, 1):
         problem = f"--mesh {options.mesh}: expected rows x columns of two ranks or more, as 2x4"
+    elif options.steps < 10:
+        problem = f"--steps {options.steps}: expected 10 or more"
     elif not 10 <= options.reference <= options.steps:
-        problem = "expected 10 <= --reference <= --steps"
+        problem = f"--reference {options.reference}: expected 10 to {options.steps} (--steps)"
     elif not (0 <= options.nap_share <= 1 and 0 <= options.long_share <= 1):
         problem = "--nap_share and --long_share: expected shares from 0 to 1"
     elif options.limit_minutes <= 0:

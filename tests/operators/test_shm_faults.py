@@ -119,6 +119,11 @@ def test_ranks_are_named_as_the_job_names_them() -> None:
         Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, timeout=limit, names=[7, 5])
     with pytest.raises(ValueError, match="3 names, expected 1 x 2 ranks"):
         Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, names=[7, 5, 1])
+    for wrong in (-1, 2**31, 1.5, "5"):
+        with pytest.raises(
+            ValueError, match=r"names: expected ranks, numbers from 0 to 2147483647"
+        ):
+            Operators.shm(job, nodes=1, rails=2, rank=0, window_bytes=16, names=[7, wrong])
     assert _names(job) == []
 
 

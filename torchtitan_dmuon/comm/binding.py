@@ -208,4 +208,7 @@ def _to_c(mesh: WindowMesh) -> CMesh:
         return CMesh(**values)
     if len(names) != mesh.nodes * mesh.rails:
         raise ValueError(f"{len(names)} names, expected {mesh.nodes} x {mesh.rails} ranks'")
+    for name in names:
+        if not isinstance(name, int) or not 0 <= name < 1 << 31:
+            raise ValueError(f"names: expected ranks, numbers from 0 to {2**31 - 1}, got {name!r}")
     return CMesh(**values, names=(ctypes.c_int32 * len(names))(*names))
